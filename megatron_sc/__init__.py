@@ -1,0 +1,1 @@
+"""Score centering for Megatron-Core."""

@@ -1,0 +1,1 @@
+"""The mathematics: importance weights, the sampler's distribution, coefficients, advantages."""

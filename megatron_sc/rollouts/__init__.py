@@ -1,0 +1,5 @@
+"""Rollouts: their schema, and (later) their buffer."""
+
+from .rollout import Rollout, RolloutError
+
+__all__ = ["Rollout", "RolloutError"]

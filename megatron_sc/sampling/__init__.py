@@ -1,0 +1,1 @@
+"""The embedded sampler: rollouts from a distorted copy of the trainer."""
