@@ -1,0 +1,89 @@
+"""The local pass over a shard's logits, and how the ranks' results combine. No communication here.
+
+Everything is kept relative to a maximum: log p = (x - maximum) - log_normalizer with x = z/T, so that float32 keeps
+its digits however large the logits are. The columns outside the head have a maximum of their own: their mass may be
+1e-13 of the whole and its logarithm is still exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NOTHING = -1e30
+"""Stands for log 0 in maxima: finite, so that NOTHING - NOTHING is 0 and 0 * NOTHING is 0."""
+
+LOWEST_EXPONENT = -87.0
+"""exp below this is a float32 denormal: slow, and never visible beside a maximum of 1."""
+
+EXCHANGED = 6
+"""Numbers a token that a rank contributes to the first exchange: the fields of ``local_statistics``."""
+
+
+class Normalizer(NamedTuple):
+    """What every rank knows after the first exchange; all ``[n]``."""
+
+    maximum: Tensor
+    """The largest x of the row."""
+    log_normalizer: Tensor
+    """log sum exp(x - maximum)."""
+    dense_maximum: Tensor
+    """The largest x outside the recorded entries (head), or of all columns."""
+    dense_sum: Tensor
+    """sum exp(x - dense_maximum) over those columns; 0 where there are none."""
+    dense_dot: Tensor
+    """sum exp(x - dense_maximum) (x - dense_maximum) over those columns; 0 when it was not asked for."""
+    recorded_p: Tensor
+    """sum p over the recorded entries, where they are counted on their own."""
+    sampled_logp: Tensor
+    """log p_y."""
+
+
+def local_statistics(
+    x: Tensor | None, sampled_x: Tensor, entry_maximum: Tensor, entry_sum: Tensor, with_dot: bool
+) -> Tensor:
+    """One rank's contribution, ``[rows, EXCHANGED]``. Overwrites ``x``.
+
+    Args:
+        x: ``[rows, valid]`` scaled logits with ``NOTHING`` in the columns to leave out; None: no dense columns count.
+        sampled_x: ``[rows]`` x of the sampled token, or ``NOTHING`` where another rank holds it.
+        entry_maximum: ``[rows]`` maximum over the owned recorded entries, or ``NOTHING``.
+        entry_sum: ``[rows]`` sum of exp(x - entry_maximum) over them, or 0.
+        with_dot: whether the entropy will be needed.
+    """
+    if x is None or x.shape[1] == 0:
+        maximum = torch.full_like(sampled_x, NOTHING)
+        total = dot = torch.zeros_like(sampled_x)
+    else:
+        maximum = x.amax(dim=1).clamp(min=NOTHING)
+        x.sub_(maximum.unsqueeze(1))
+        if with_dot:
+            x.clamp_(min=LOWEST_EXPONENT)
+            exponential = x.exp()
+            total = exponential.sum(dim=1)
+            dot = torch.linalg.vecdot(exponential, x)
+        else:
+            total = x.exp_().sum(dim=1)
+            dot = torch.zeros_like(total)
+        present = maximum > NOTHING
+        total = torch.where(present, total, 0.0)
+        dot = torch.where(present, dot, 0.0)
+    return torch.stack([maximum, total, dot, entry_maximum, entry_sum, sampled_x], dim=1)
+
+
+def combine(gathered: Tensor) -> Normalizer:
+    """``[ranks, n, EXCHANGED]`` -> the row's normalizer, the same bits on every rank."""
+    dense_maxima, dense_sums, dense_dots, entry_maxima, entry_sums, sampled_x = gathered.unbind(dim=2)
+    dense_maximum = dense_maxima.amax(dim=0)
+    maximum = torch.maximum(dense_maximum, entry_maxima.amax(dim=0))
+    shift = dense_maxima - dense_maximum
+    scale = shift.exp()
+    dense_sum = (dense_sums * scale).sum(dim=0)
+    dense_dot = (scale * (dense_dots + dense_sums * shift)).sum(dim=0)
+    recorded = (entry_sums * (entry_maxima - maximum).exp()).sum(dim=0)
+    total = dense_sum * (dense_maximum - maximum).exp() + recorded
+    log_normalizer = total.log()
+    sampled_logp = (sampled_x.amax(dim=0) - maximum) - log_normalizer
+    return Normalizer(maximum, log_normalizer, dense_maximum, dense_sum, dense_dot, recorded / total, sampled_logp)
