@@ -25,7 +25,8 @@ class TopKHead:
     Args:
         ids: int ``[n, k]``, or ``[m]`` when ragged. Entries with an id < 0 or a log-probability of -inf are not in H.
         logprobs: float, like ``ids``: log q_v after temperature.
-        log_tail_mass: float ``[n]`` or None: log of the sampler's mass outside H. None: log(1 - sum_H q_v).
+        log_tail_mass: float ``[n]`` or None: log of the sampler's mass outside H. NaN, or None for all rows: it was not
+            recorded, and log(1 - sum_H q_v), summed in float64, stands for it.
         offsets: int64 ``[n + 1]`` on the CPU, or None when rectangular.
 
     Raises:

@@ -22,8 +22,8 @@ class Rollout:
     """A prompt, the sampler's response, and the sampler's distribution at each generated position.
 
     P is the length of the prompt, R of the response, k of the head, K the number of draws. Arrays are indexed by
-    response position: entry j describes the distribution from which ``response_ids[j]`` was drawn. The shift to the trainer's
-    prediction positions happens once, in ``training/batch.py``.
+    response position: entry j describes the distribution from which ``response_ids[j]`` was drawn. The shift to the
+    trainer's prediction positions happens once, in ``training/batch.py``.
 
     Raises:
         RolloutError: from ``__post_init__``, when shapes disagree, a sampled log-probability is not finite, or a weight

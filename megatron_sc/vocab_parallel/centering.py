@@ -175,10 +175,9 @@ class TailModel(_Recorded):
         """log tail_p, summed over the columns outside the head, and log tail_q; both -inf where there is no tail."""
         has_tail = normalizer.dense_sum > 0
         log_p = normalizer.dense_sum.log() + (normalizer.dense_maximum - normalizer.maximum) - normalizer.log_normalizer
+        log_q = (1 - recorded_mass).clamp(min=0).log().to(log_p.dtype)
         if self.log_tail_mass is not None:
-            log_q = self.log_tail_mass.to(log_p.dtype)
-        else:
-            log_q = (1 - recorded_mass).clamp(min=0).log().to(log_p.dtype)
+            log_q = torch.where(self.log_tail_mass.isnan(), log_q, self.log_tail_mass.to(log_p.dtype))
         return torch.where(has_tail, log_p, -torch.inf), torch.where(has_tail, log_q, -torch.inf)
 
     def _tail_mass(self, log_p: Tensor, log_q: Tensor, row: Row) -> Tensor:

@@ -1,0 +1,259 @@
+"""From rollouts to a micro-batch on this rank: shift, pad, broadcast over TP, slice over CP.
+
+A rollout describes response token j by entry j. The trainer predicts it from position P - 1 + j of the sequence, P the
+prompt's length: that shift happens here, once, and before the sequence is sliced for context parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..objective import Draws, FullVocabulary, SamplerDistribution, Support, TopKHead
+from ..rollouts import Rollout, RolloutError
+from .config import Distribution
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Shapes of a micro-batch: they follow from the configuration, so ranks that receive one need not be told.
+
+    Attributes:
+        micro_batch_size: b, rollouts a micro-batch.
+        seq_length: s, positions a rollout; shorter ones are padded with mask False.
+        distribution: what is recorded of the sampler.
+        width: entries a position: head or support size, number of draws, or the true vocabulary size.
+    """
+
+    micro_batch_size: int
+    seq_length: int
+    distribution: Distribution
+    width: int
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A micro-batch; position i describes the prediction of token i + 1.
+
+    Attributes:
+        tokens: int32 ``[b, s]``, the model's input.
+        sampled_ids: int32 ``[b, s]``, the token that was sampled after each position.
+        mask: int32 ``[b, s]``, 1 where the position trains.
+        advantages: float32 ``[b, s]``.
+        sampled_logprobs: float32 ``[b, s]``, log q of the sampled token.
+        temperature: float32 ``[b, s]``.
+        staleness: float32 ``[b, s]``, optimizer steps between the sampler's weights and the trainer's.
+        ids: int32 ``[b, s, width]`` head, support or draws; -1 is padding. ``[b, s, 0]`` for full and none.
+        logprobs: float32 ``[b, s, width]``; -inf is padding.
+        log_tail_mass: float32 ``[b, s]``; NaN where it was not recorded.
+        per_rollout: float32 ``[b, len(PER_ROLLOUT)]``, what is logged once a rollout; NaN where there is none.
+    """
+
+    tokens: Tensor
+    sampled_ids: Tensor
+    mask: Tensor
+    advantages: Tensor
+    sampled_logprobs: Tensor
+    temperature: Tensor
+    staleness: Tensor
+    ids: Tensor
+    logprobs: Tensor
+    log_tail_mass: Tensor
+    per_rollout: Tensor
+
+    PER_ROLLOUT: ClassVar[tuple[str, ...]] = ("reward", "accuracy", "response_length")
+
+    def by_position(self) -> Batch:
+        """The per-position fields as ``[s * b, ...]``: the order of Megatron's ``[s, b]`` activations."""
+
+        def flatten(name: str) -> Tensor:
+            value: Tensor = getattr(self, name)
+            return value if name == "per_rollout" else value.transpose(0, 1).flatten(0, 1)
+
+        return Batch(**{field.name: flatten(field.name) for field in fields(self)})
+
+
+def collate(rollouts: Sequence[Rollout], advantages: Sequence[float], step: int, layout: BatchLayout) -> Batch:
+    """Shift rollouts to prediction positions and pad them to ``layout``; CPU tensors.
+
+    Args:
+        rollouts: b of them.
+        advantages: one a rollout.
+        step: the trainer's step, for the staleness of each token.
+        layout: see ``BatchLayout``.
+
+    Raises:
+        RolloutError: for a rollout that does not fit or lacks what ``--sampler-distribution`` needs. Nothing is cut.
+    """
+    b, s, width = layout.micro_batch_size, layout.seq_length, layout.width
+    if len(rollouts) != b:
+        raise ValueError(f"a micro-batch needs --micro-batch-size {b} rollouts, got {len(rollouts)}")
+    entries = width if layout.distribution in ("head", "support", "draws") else 0
+    numbers = width if layout.distribution != "none" else 0
+    values: dict[str, npt.NDArray[np.float32 | np.int32]] = {
+        "tokens": np.zeros((b, s), np.int32),
+        "sampled_ids": np.zeros((b, s), np.int32),
+        "mask": np.zeros((b, s), np.int32),
+        "advantages": np.zeros((b, s), np.float32),
+        "sampled_logprobs": np.zeros((b, s), np.float32),
+        "temperature": np.ones((b, s), np.float32),
+        "staleness": np.zeros((b, s), np.float32),
+        "ids": np.full((b, s, entries), -1, np.int32),
+        "logprobs": np.full((b, s, numbers), -np.inf, np.float32),
+        "log_tail_mass": np.full((b, s), np.nan, np.float32),
+        "per_rollout": np.full((b, len(Batch.PER_ROLLOUT)), np.nan, np.float32),
+    }
+    for i, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True)):
+        name = f"rollout of group {rollout.group_id}"
+        if len(rollout) > s:
+            raise RolloutError(f"{name} has {len(rollout)} tokens but --seq-length is {s}")
+        prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)
+        at = slice(prompt - 1, prompt - 1 + response)  # response token j is predicted at position P - 1 + j
+        values["tokens"][i, :prompt] = rollout.prompt_ids
+        values["tokens"][i, prompt : prompt + response] = rollout.response_ids
+        values["sampled_ids"][i, at] = rollout.response_ids
+        values["mask"][i, at] = rollout.response_mask
+        values["advantages"][i, at] = advantage
+        values["sampled_logprobs"][i, at] = np.where(rollout.response_mask, rollout.sampled_logprobs, 0.0)
+        values["temperature"][i, at] = rollout.temperature
+        values["staleness"][i, at] = step - rollout.weight_version
+        if rollout.log_tail_mass is not None:
+            values["log_tail_mass"][i, at] = rollout.log_tail_mass
+        ids, logprobs = _recorded(rollout, layout, name)
+        if ids is not None:
+            values["ids"][i, at, : ids.shape[1]] = ids
+        if logprobs is not None:
+            values["logprobs"][i, at, : logprobs.shape[1]] = logprobs
+        values["per_rollout"][i] = (rollout.reward, rollout.metadata.get("accuracy", np.nan), response)
+    return Batch(**{name: torch.from_numpy(value) for name, value in values.items()})
+
+
+def broadcast(batch: Batch | None, layout: BatchLayout, group: dist.ProcessGroup, device: torch.device) -> Batch:
+    """Tensor-parallel rank 0's batch on every rank of ``group``, in one collective.
+
+    Args:
+        batch: the batch on rank 0 of the group; None elsewhere.
+        layout: the same on all ranks; it gives the shapes.
+        group: tensor-parallel group.
+        device: where the batch is wanted.
+    """
+    shapes = _shapes(layout)
+    size = sum(int(np.prod(shape)) for _, shape in shapes.values())
+    if batch is None:
+        packed = torch.empty(size, dtype=torch.int32, device=device)
+    else:
+        parts = [getattr(batch, name).contiguous().view(-1).view(torch.int32) for name in shapes]
+        packed = torch.cat(parts).to(device, non_blocking=True)
+    if dist.get_world_size(group) > 1:
+        dist.broadcast(packed, src=dist.get_process_group_ranks(group)[0], group=group)
+    received, offset = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        count = int(np.prod(shape))
+        received[name] = packed[offset : offset + count].view(dtype).view(shape)
+        offset += count
+    return Batch(**received)
+
+
+def slice_context(batch: Batch, rank: int, size: int) -> Batch:
+    """This context-parallel rank's positions: chunks ``rank`` and ``2 size - 1 - rank`` of ``2 size``, as in Megatron.
+
+    Raises:
+        ValueError: if the sequence length is not a multiple of ``2 size``.
+    """
+    if size == 1:
+        return batch
+    s = batch.tokens.shape[1]
+    if s % (2 * size):
+        raise ValueError(f"--seq-length {s} must be a multiple of 2 x --context-parallel-size = {2 * size}")
+
+    def own(name: str) -> Tensor:
+        value: Tensor = getattr(batch, name)
+        if name == "per_rollout":
+            return value
+        chunks = value.chunk(2 * size, dim=1)
+        return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1)
+
+    return Batch(**{field.name: own(field.name) for field in fields(batch)})
+
+
+def position_ids(batch: Batch, rank: int, size: int) -> Tensor:
+    """int64 ``[b, s / size]``: the global position of each local token."""
+    b, local = batch.tokens.shape
+    chunk = local if size == 1 else local // 2
+    starts = (0,) if size == 1 else (rank * chunk, (2 * size - 1 - rank) * chunk)
+    device = batch.tokens.device
+    return torch.cat([torch.arange(start, start + chunk, device=device) for start in starts]).expand(b, local)
+
+
+def sampler_distribution(batch: Batch, distribution: Distribution) -> SamplerDistribution | None:
+    """The recorded distribution of a batch whose fields are ``[n, ...]`` (see ``Batch.by_position``)."""
+    match distribution:
+        case "none":
+            return None
+        case "head":
+            return TopKHead(batch.ids, batch.logprobs, batch.log_tail_mass)
+        case "support":
+            return Support(batch.ids, batch.logprobs)
+        case "draws":
+            return Draws(batch.ids, batch.logprobs)
+        case "full":
+            return FullVocabulary(batch.logprobs)
+
+
+def _shapes(layout: BatchLayout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    b, s = layout.micro_batch_size, layout.seq_length
+    entries = layout.width if layout.distribution in ("head", "support", "draws") else 0
+    numbers = layout.width if layout.distribution != "none" else 0
+    per_position = {
+        "tokens": torch.int32,
+        "sampled_ids": torch.int32,
+        "mask": torch.int32,
+        "advantages": torch.float32,
+        "sampled_logprobs": torch.float32,
+        "temperature": torch.float32,
+        "staleness": torch.float32,
+        "log_tail_mass": torch.float32,
+    }
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {name: (t, (b, s)) for name, t in per_position.items()}
+    shapes["ids"] = (torch.int32, (b, s, entries))
+    shapes["logprobs"] = (torch.float32, (b, s, numbers))
+    shapes["per_rollout"] = (torch.float32, (b, len(Batch.PER_ROLLOUT)))
+    return shapes
+
+
+def _recorded(
+    rollout: Rollout, layout: BatchLayout, name: str
+) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
+    """Ids and log-probabilities ``[R, <= width]`` that ``--sampler-distribution`` asks for."""
+    wanted = layout.distribution
+    if wanted == "none":
+        return None, None
+    if wanted == "draws":
+        if rollout.draw_ids is None or rollout.draw_logprobs is None:
+            raise RolloutError(f"{name} records no draws, but --sampler-distribution is draws; see --num-draws")
+        if rollout.draw_ids.shape[1] != layout.width:
+            raise RolloutError(f"{name} records {rollout.draw_ids.shape[1]} draws, but --num-draws is {layout.width}")
+        return rollout.draw_ids, rollout.draw_logprobs
+    if rollout.head_ids is None or rollout.head_logprobs is None:
+        raise RolloutError(f"{name} records no head, but --sampler-distribution is {wanted}; see --head-size")
+    if wanted == "support" and not rollout.head_is_support:
+        raise RolloutError(f"{name} records a head, not a support: the sampler did not truncate; use head")
+    if wanted != "support" and rollout.head_is_support:
+        raise RolloutError(f"{name} comes from a truncating sampler; use --sampler-distribution support")
+    size = rollout.head_ids.shape[1]
+    if wanted != "full":
+        if size > layout.width:
+            raise RolloutError(f"{name} records heads of {size} tokens, but --head-size is {layout.width}")
+        return rollout.head_ids, rollout.head_logprobs
+    if size != layout.width or (np.sort(rollout.head_ids, axis=1) != np.arange(size)).any():
+        raise RolloutError(
+            f"{name} records {size} of {layout.width} tokens; full needs all: --head-size {layout.width}"
+        )
+    return None, np.take_along_axis(rollout.head_logprobs, np.argsort(rollout.head_ids, axis=1), axis=1)
