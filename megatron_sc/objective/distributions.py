@@ -105,6 +105,8 @@ class Draws:
     def __post_init__(self) -> None:
         if self.ids.dim() != 2 or self.ids.shape[1] == 0:
             raise ValueError(f"Draws: ids must be [n, K] with K >= 1, got {list(self.ids.shape)}")
+        if self.ids.is_floating_point():
+            raise ValueError(f"Draws: ids must be integers, got {self.ids.dtype}")
         if self.logprobs is not None and self.logprobs.shape != self.ids.shape:
             raise ValueError(f"Draws: ids are {list(self.ids.shape)} but logprobs are {list(self.logprobs.shape)}")
 
@@ -157,7 +159,7 @@ def _check_layout(name: str, ids: Tensor, logprobs: Tensor, offsets: Tensor | No
                 f"{name}: ids must be [n, k], got {list(ids.shape)}; rows of different length: {name}.ragged"
             )
         return
-    if ids.dim() != 1 or offsets.dim() != 1:
+    if ids.dim() != 1 or offsets.dim() != 1 or len(offsets) == 0:
         raise ValueError(
             f"{name}.ragged: ids must be [m] and offsets [n + 1], got {list(ids.shape)}, {list(offsets.shape)}"
         )

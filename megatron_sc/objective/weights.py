@@ -150,16 +150,19 @@ class ClippedSurrogate:
 
     def token_weight(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """r where the clip does not bind for the sign of A, else 0."""
-        return _ratio_within(log_ratio, *self._log_bounds(advantages))
+        return _ratio_within(log_ratio, *self._log_bounds(advantages, log_ratio.dtype))
 
     def weighted_mass(self, logp: Tensor, logq: Tensor, advantages: Tensor) -> Tensor:
         """q f = p where the clip does not bind for the sign of A, else 0."""
-        return _mass_within(logp, logq, *self._log_bounds(advantages))
+        return _mass_within(logp, logq, *self._log_bounds(advantages, logp.dtype))
 
-    def _log_bounds(self, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def _log_bounds(self, advantages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         positive = advantages >= 0
-        low = torch.where(positive, -math.inf, _log(1 - self.low))
-        high = torch.where(positive, _log(1 + self.high), math.inf if self.dual is None else _log(self.dual))
+        # As tensors: torch.where of two numbers is float32, which would round the bounds of a float64 loss.
+        binds_low = torch.full_like(advantages, _log(1 - self.low), dtype=dtype)
+        binds_high = torch.full_like(advantages, math.inf if self.dual is None else _log(self.dual), dtype=dtype)
+        low = torch.where(positive, -math.inf, binds_low)
+        high = torch.where(positive, _log(1 + self.high), binds_high)
         return low, high
 
 

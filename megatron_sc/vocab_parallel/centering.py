@@ -59,6 +59,8 @@ class RowState(NamedTuple):
     entry_p: Tensor
     """Coefficient of p at recorded tokens, in units of -(A/T)."""
     entropy: Tensor
+    shift_factor: Tensor
+    """exp(local maximum - dense_maximum): what an in-place pass left in the storage, relative to ``dense``."""
 
 
 class Outcome(NamedTuple):
@@ -75,6 +77,10 @@ class Row(NamedTuple):
 
     advantage: Tensor
     sampled_logq: Tensor | None
+
+    def of(self, rows: slice) -> Row:
+        """The inputs of some rows."""
+        return Row(self.advantage[rows], None if self.sampled_logq is None else self.sampled_logq[rows])
 
 
 class NoCentering:
@@ -124,6 +130,7 @@ class NoCentering:
             dense_kl=reciprocal,
             entry_p=zero,
             entropy=entropy,
+            shift_factor=zero,
         )
         return Outcome(-row.advantage * weight * normalizer.sampled_logp, kl, {}, state)
 
@@ -211,6 +218,7 @@ class TailModel(_Recorded):
             - normalizer.log_normalizer
         )
         entropy = -(sums.plogp + entropy_tail)
+        zero = torch.zeros_like(weight)
         tail_kl = torch.where(tail_q > 0, tail_q * (log_tail_q - log_tail_p), 0.0)
         state = RowState(
             normalizer.maximum,
@@ -221,6 +229,7 @@ class TailModel(_Recorded):
             dense_kl=(tail_p - tail_q) * per_column,
             entry_p=t - residual,
             entropy=entropy,
+            shift_factor=zero,
         )
         kl = sums.kl + torch.where(has_tail, tail_kl, 0.0)
         metrics = {
@@ -257,6 +266,7 @@ class SupportModel(_Recorded):
             dense_kl=zero,
             entry_p=sums.mass - weight,
             entropy=-sums.plogp,
+            shift_factor=zero,
         )
         metrics = {"sampler_kl": sums.kl, "drift_l1": sums.drift, "coefficient_l1": sums.l1}
         loss = -row.advantage * (weight * normalizer.sampled_logp - sums.mass_logp)

@@ -28,6 +28,8 @@ class Entries:
     kept: Tensor
     row_index: Tensor
     lengths: Tensor | None
+    starts: list[int] | None = None
+    """Where each row begins in the flat storage when ragged; one more entry than rows."""
 
     @classmethod
     def of_rows(
@@ -40,7 +42,7 @@ class Entries:
     ) -> Entries:
         """The entries of rows [start, stop); ``mask`` is bool ``[n]`` or None."""
         offsets = None if isinstance(sampler, Draws) else sampler.offsets
-        lengths = None
+        lengths = starts = None
         if offsets is None:
             ids = sampler.ids[start:stop]
             logprobs = None if sampler.logprobs is None else sampler.logprobs[start:stop]
@@ -48,6 +50,7 @@ class Entries:
         else:
             first, last = int(offsets[start]), int(offsets[stop])
             ids, logprobs = sampler.ids[first:last], sampler.logprobs[first:last]  # type: ignore[index]
+            starts = (offsets[start : stop + 1] - first).tolist()
             lengths = offsets[start : stop + 1].diff()
             row_index = torch.repeat_interleave(torch.arange(stop - start), lengths).to(ids.device, non_blocking=True)
             lengths = lengths.to(ids.device, non_blocking=True)
@@ -59,7 +62,11 @@ class Entries:
                 kept = kept & (logprobs > -torch.inf)
         if mask is not None:
             kept = kept & mask[start:stop][row_index]
-        return cls(ids, logprobs, kept, row_index, lengths)
+        return cls(ids, logprobs, kept, row_index, lengths, starts)
+
+    def of_chunk(self, first: int, last: int) -> slice:
+        """Where the entries of rows [first, last) are."""
+        return slice(first, last) if self.starts is None else slice(self.starts[first], self.starts[last])
 
     def spread(self, row_values: Tensor) -> Tensor:
         """One value a row -> one value an entry (broadcastable to ``ids``)."""

@@ -12,7 +12,8 @@ from ..objective.distributions import Draws, FullVocabulary, SamplerDistribution
 from ..objective.weights import ImportanceWeight, Uniform
 from .centering import Row, centering_for
 from .check import check_rows
-from .op import CenteredLoss, Problem, compute_dtype, metric_names
+from .op import CenteredLoss
+from .problem import Problem, compute_dtype
 from .shard import VocabShard
 
 
@@ -59,7 +60,7 @@ def centered_loss(
         l = -A ( sg[w_y] log p_y - sum_v sg[c_v] log p_v ),  p = softmax(z / T)     paper Eq. (6), weighted as in (14)
 
     Communication: 2 gathers forward (1 without a sampler) of 24 bytes contributed per rank and token each, whatever k
-    is; none backward. Kept for backward: ``logits``, the caller's tensors, eight float32 a token.
+    is; none backward. Kept for backward: ``logits``, the caller's tensors, nine float32 a token.
 
     Args:
         logits: ``[n, V_local]`` float64 | float32 | bfloat16 | float16, this rank's columns, padding included.
@@ -145,7 +146,7 @@ def centered_loss(
         chunk_rows=chunk_rows,
     )
     loss, metrics = CenteredLoss.apply(logits, problem)
-    return CenteredLossOutput(loss, dict(zip(metric_names(problem), metrics, strict=True)))
+    return CenteredLossOutput(loss, dict(zip(problem.metric_names, metrics, strict=True)))
 
 
 def _shape(logits: Tensor) -> tuple[int, int]:

@@ -19,7 +19,8 @@ LOWEST_EXPONENT = -87.0
 """exp below this is a float32 denormal: slow, and never visible beside a maximum of 1."""
 
 EXCHANGED = 6
-"""Numbers a token that a rank contributes to the first exchange: the fields of ``local_statistics``."""
+"""Numbers a token that a rank contributes to the first exchange: maximum, sum and dot of the dense columns (see
+``local_statistics``), maximum and sum of the recorded tokens where they are counted apart, x of the sampled token."""
 
 
 class Normalizer(NamedTuple):
@@ -41,36 +42,29 @@ class Normalizer(NamedTuple):
     """log p_y."""
 
 
-def local_statistics(
-    x: Tensor | None, sampled_x: Tensor, entry_maximum: Tensor, entry_sum: Tensor, with_dot: bool
-) -> Tensor:
-    """One rank's contribution, ``[rows, EXCHANGED]``. Overwrites ``x``.
+def local_statistics(x: Tensor, shifted: Tensor, exponential: Tensor | None, with_dot: bool) -> Tensor:
+    """Maximum, sum of exp(x - maximum), and with ``with_dot`` sum of exp(x - maximum) (x - maximum): ``[rows, 3]``.
 
     Args:
-        x: ``[rows, valid]`` scaled logits with ``NOTHING`` in the columns to leave out; None: no dense columns count.
-        sampled_x: ``[rows]`` x of the sampled token, or ``NOTHING`` where another rank holds it.
-        entry_maximum: ``[rows]`` maximum over the owned recorded entries, or ``NOTHING``.
-        entry_sum: ``[rows]`` sum of exp(x - entry_maximum) over them, or 0.
-        with_dot: whether the entropy will be needed.
+        x: ``[rows, valid]`` scaled logits with ``NOTHING`` in the columns to leave out.
+        shifted: like ``x``, overwritten with x - maximum; may be ``x``.
+        exponential: like ``x``, overwritten with exp(x - maximum); may be ``x`` where ``shifted`` is not; None: nobody
+            needs it.
+        with_dot: whether the entropy will be needed; else 0.
     """
-    if x is None or x.shape[1] == 0:
-        maximum = torch.full_like(sampled_x, NOTHING)
-        total = dot = torch.zeros_like(sampled_x)
+    if x.shape[1] == 0:
+        return torch.tensor([NOTHING, 0.0, 0.0], dtype=x.dtype, device=x.device).expand(x.shape[0], 3)
+    maximum = x.amax(dim=1).clamp(min=NOTHING)
+    torch.sub(x, maximum.unsqueeze(1), out=shifted)
+    if not with_dot:
+        exponential = torch.exp(shifted, out=shifted if exponential is None else exponential)
+        total, dot = exponential.sum(dim=1), torch.zeros_like(maximum)
     else:
-        maximum = x.amax(dim=1).clamp(min=NOTHING)
-        x.sub_(maximum.unsqueeze(1))
-        if with_dot:
-            x.clamp_(min=LOWEST_EXPONENT)
-            exponential = x.exp()
-            total = exponential.sum(dim=1)
-            dot = torch.linalg.vecdot(exponential, x)
-        else:
-            total = x.exp_().sum(dim=1)
-            dot = torch.zeros_like(total)
-        present = maximum > NOTHING
-        total = torch.where(present, total, 0.0)
-        dot = torch.where(present, dot, 0.0)
-    return torch.stack([maximum, total, dot, entry_maximum, entry_sum, sampled_x], dim=1)
+        shifted.clamp_(min=LOWEST_EXPONENT)  # -inf would make 0 * -inf
+        exponential = torch.exp(shifted, out=exponential)
+        total, dot = exponential.sum(dim=1), torch.linalg.vecdot(exponential, shifted)
+    present = maximum > NOTHING
+    return torch.stack([maximum, torch.where(present, total, 0.0), torch.where(present, dot, 0.0)], dim=1)
 
 
 def combine(gathered: Tensor) -> Normalizer:
