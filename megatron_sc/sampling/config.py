@@ -1,0 +1,126 @@
+"""The embedded sampler's settings; command-line flags are generated from the fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .distortion import Distortion, GaussianWeights, NoDistortion, QuantizedWeights
+from .generate import SamplingParameters
+from .tasks import RewardMode, Task, TaskName, build_task
+
+SamplerName = Literal["trainer", "gaussian", "int8", "int4", "fp8", "demonstrations"]
+
+
+def _help(text: str) -> dict[str, str]:
+    """A field's metadata: the text its flag shows."""
+    return {"help": text}
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """How the embedded sampler differs from the trainer, what it is asked, and what it records.
+
+    Raises:
+        ValueError: from ``__post_init__``; the message names the flag.
+    """
+
+    sampler: SamplerName = field(
+        default="trainer",
+        metadata=_help(
+            "What samples the rollouts. trainer: the trainer's own weights. gaussian: the trainer plus a fixed "
+            "Gaussian direction, added again after every step. int8, int4, fp8: the trainer's weights, quantized per "
+            "output row. demonstrations: correct answers with reward 1, for a supervised warm start."
+        ),
+    )
+    sampler_noise: float = field(
+        default=0.5,
+        metadata=_help("With --sampler gaussian: the noise's size, in standard deviations of each weight matrix."),
+    )
+    sampler_staleness: int = field(
+        default=1,
+        metadata=_help("Refresh the sampler's weights from the trainer every this many steps (1: before every step)."),
+    )
+    sampler_seed: int = field(
+        default=1234, metadata=_help("Seed of the prompts, the draws and the Gaussian direction.")
+    )
+    sampler_temperature: float = field(default=1.0, metadata=_help("Sampling temperature, above 0."))
+    sampler_top_p: float = field(
+        default=1.0,
+        metadata=_help("Sample from the most likely tokens up to this mass. Below 1 the whole support is recorded."),
+    )
+    sampler_top_k: int = field(
+        default=0,
+        metadata=_help("Sample from this many most likely tokens (0: all). Then the whole support is recorded."),
+    )
+    head_size: int = field(
+        default=128,
+        metadata=_help("Tokens of the sampler's distribution recorded at each position, most likely first (0: none)."),
+    )
+    num_draws: int = field(
+        default=0,
+        metadata=_help("Independent draws from the sampler recorded at each position, for the draws estimator."),
+    )
+    task: TaskName = field(
+        default="reverse",
+        metadata=_help("What is asked. reverse: a string of digits. countdown: reach a target with given numbers."),
+    )
+    task_size: int = field(
+        default=0, metadata=_help("Digits to reverse or numbers to combine (0: the task's default, 6 and 3).")
+    )
+    reward_mode: RewardMode = field(
+        default="fraction",
+        metadata=_help(
+            "binary: 1 for a correct answer, else 0. signed: 1 or -1. fraction: the fraction of the answer that is "
+            "right."
+        ),
+    )
+    prompts_per_step: int = field(
+        default=16, metadata=_help("Prompts per training step, over all data-parallel ranks.")
+    )
+    samples_per_prompt: int = field(
+        default=8, metadata=_help("Responses per prompt: the group of a group-centered advantage.")
+    )
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for flag, value, is_valid, requirement in (
+            ("--sampler-noise", self.sampler_noise, self.sampler_noise >= 0, "at least 0"),
+            ("--sampler-staleness", self.sampler_staleness, self.sampler_staleness >= 1, "at least 1"),
+            ("--sampler-seed", self.sampler_seed, self.sampler_seed >= 0, "at least 0"),
+            (
+                "--sampler-temperature",
+                self.sampler_temperature,
+                0 < self.sampler_temperature < float("inf"),
+                "above 0 (a greedy sampler has no distribution to center under)",
+            ),
+            ("--sampler-top-p", self.sampler_top_p, 0 < self.sampler_top_p <= 1, "in (0, 1]"),
+            ("--sampler-top-k", self.sampler_top_k, self.sampler_top_k >= 0, "at least 0"),
+            ("--head-size", self.head_size, self.head_size >= 0, "at least 0"),
+            ("--num-draws", self.num_draws, self.num_draws >= 0, "at least 0"),
+            ("--task-size", self.task_size, self.task_size >= 0, "at least 0"),
+            ("--prompts-per-step", self.prompts_per_step, self.prompts_per_step >= 1, "at least 1"),
+            ("--samples-per-prompt", self.samples_per_prompt, self.samples_per_prompt >= 1, "at least 1"),
+        ):
+            if not is_valid:
+                raise ValueError(f"{flag} is {value} but must be {requirement}")
+        try:
+            self.build_task()
+        except ValueError as error:
+            raise ValueError(f"--task-size {self.task_size}: {error}") from None
+
+    def build_task(self) -> Task:
+        """The task that ``task`` and ``task_size`` describe."""
+        return build_task(self.task, self.task_size or None)
+
+    def build_distortion(self) -> Distortion:
+        """The rule that ``sampler`` names."""
+        if self.sampler == "gaussian":
+            return GaussianWeights(self.sampler_noise, self.sampler_seed)
+        if self.sampler == "trainer" or self.sampler == "demonstrations":
+            return NoDistortion()
+        return QuantizedWeights(self.sampler)
+
+    def sampling_parameters(self) -> SamplingParameters:
+        """How tokens are drawn for training."""
+        return SamplingParameters(self.sampler_temperature, self.sampler_top_k, self.sampler_top_p, self.head_size)
