@@ -1,4 +1,4 @@
-"""All flags of the plugin, in one argument group."""
+"""All flags of the plugin, in one argument group. ``python -m megatron_sc.training.arguments`` prints docs/flags.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import argparse
 from ..sampling import SamplerConfig
 from . import cpu
 from .config import ObjectiveConfig
-from .flags import add_flags
+from .flags import add_flags, markdown_table
+
+_SECTIONS = {"Objective": ObjectiveConfig, "Embedded sampler": SamplerConfig}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -17,7 +19,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     GPU); what is given on the command line wins.
     """
     group = parser.add_argument_group("score centering")
-    add_flags(group, ObjectiveConfig)
-    add_flags(group, SamplerConfig)
+    for config in _SECTIONS.values():
+        add_flags(group, config)
     cpu.set_parser_defaults(parser)
     return parser
+
+
+def flags_document() -> str:
+    """docs/flags.md: one table a section."""
+    parts = [
+        "# Flags",
+        "",
+        "Generated from the dataclasses: `python -m megatron_sc.training.arguments > docs/flags.md`.",
+    ]
+    for title, config in _SECTIONS.items():
+        parts += ["", f"## {title} (`{config.__module__}.{config.__qualname__}`)", "", markdown_table(config)]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    print(flags_document(), end="")

@@ -51,3 +51,20 @@ def _without_none(hint: Any) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = [part for part in get_args(hint) if part is not type(None)]
     return hint
+
+
+def markdown_table(config: type) -> str:
+    """The dataclass's flags as a table: flag, values, default, meaning."""
+    hints = get_type_hints(config)
+    rows = ["| Flag | Values | Default | Meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(config):
+        kind = _without_none(hints[field.name])
+        is_choice = get_origin(kind) is Literal
+        values = ", ".join(f"`{value}`" for value in get_args(kind)) if is_choice else kind.__name__
+        if kind is bool:
+            values = "switch"
+        default = "" if field.default is None or kind is bool else f"`{field.default}`"
+        rows.append(
+            f"| `{flag_name(field)}` | {values} | {default} | {field.metadata.get('help', '').replace('|', '&#124;')} |"
+        )
+    return "\n".join(rows)

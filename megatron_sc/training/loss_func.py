@@ -13,13 +13,14 @@ NO_COUNT = 1e-12
 
 
 def loss_func(
-    batch: Batch, metric_names: list[str], check_finite: bool, output: Tensor
+    batch: Batch, metric_names: list[str], per_rollout: tuple[str, ...], check_finite: bool, output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The third contract of ``forward_step`` with ``--calculate-per-token-loss``.
 
     Args:
         batch: the micro-batch on this rank.
         metric_names: names of ``output[1:]``.
+        per_rollout: which of ``Batch.PER_ROLLOUT`` are reported; the same on every rank.
         check_finite: ``--check-for-nan-in-loss-and-grad``.
         output: float32 ``[1 + M, s, b]`` from the output processor; 0 in masked positions.
 
@@ -35,7 +36,8 @@ def loss_func(
     report = {name: torch.stack([value.sum(), count]) for name, value in zip(metric_names, detached[1:], strict=True)}
     report["loss"] = torch.stack([detached[0].sum(), count])
     report["staleness"] = torch.stack([(batch.staleness * batch.mask).sum(), count])
-    for name, value in zip(Batch.PER_ROLLOUT, batch.per_rollout.unbind(dim=1), strict=True):
+    for name in per_rollout:
+        value = batch.per_rollout[:, Batch.PER_ROLLOUT.index(name)]
         known = ~value.isnan()
         report[name] = torch.stack([torch.where(known, value, 0.0).sum(), known.sum().float().clamp(min=NO_COUNT)])
     if check_finite:

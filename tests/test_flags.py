@@ -1,0 +1,125 @@
+"""Flags, their documentation, and what is refused before training starts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron_sc.objective import (
+    ClippedSurrogate,
+    ImportanceSampling,
+    MaskedImportanceSampling,
+    TruncatedImportanceSampling,
+    Uniform,
+)
+from megatron_sc.sampling import SamplerConfig
+from megatron_sc.training.arguments import flags_document
+from megatron_sc.training.config import ObjectiveConfig
+from megatron_sc.training.flags import add_flags, from_args
+from tests.distributed import run_ranks
+from tests.train_fixed import TINY
+
+
+def parse(*argv: str, config: type = ObjectiveConfig) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--calculate-per-token-loss", action="store_true")
+    parser.add_argument("--dataloader-type")
+    add_flags(parser.add_argument_group("score centering"), config)
+    return parser.parse_args(argv)
+
+
+def test_document_is_what_the_dataclasses_say():
+    document = Path(__file__).parents[1] / "docs" / "flags.md"
+    assert document.read_text() == flags_document(), "run: python -m megatron_sc.training.arguments > docs/flags.md"
+
+
+@pytest.mark.parametrize("value", ["none", "score_centering"])
+def test_loss_correction_sets_what_megatron_needs(value):
+    args = parse("--loss-correction", value)
+    assert args.calculate_per_token_loss
+    assert args.dataloader_type == "external"
+    assert from_args(ObjectiveConfig, args).centers == (value == "score_centering")
+
+
+def test_absent_loss_correction_touches_nothing():
+    args = parse()
+    assert (args.loss_correction, args.calculate_per_token_loss, args.dataloader_type) == (None, False, None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "weight"),
+    [
+        ("none", Uniform()),
+        ("is", ImportanceSampling()),
+        ("tis --tis-cap 3", TruncatedImportanceSampling(3.0)),
+        ("mis --mis-low 0.25 --mis-high 4", MaskedImportanceSampling(0.25, 4.0)),
+        ("ppo --ppo-clip-low 0.1 --ppo-clip-high 0.3 --ppo-dual-clip 5", ClippedSurrogate(0.1, 0.3, 5.0)),
+    ],
+)
+def test_importance_weight_and_its_bounds(argv, weight):
+    assert from_args(ObjectiveConfig, parse(*f"--importance-weight {argv}".split())).weight() == weight
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--importance-weight tis --tis-cap 0", "--importance-weight tis: .*cap"),
+        ("--importance-weight mis --mis-low 6", "--importance-weight mis: .*low=6"),
+        ("--importance-weight ppo --ppo-dual-clip 0.5", "--importance-weight ppo: .*dual"),
+        ("--sampler-kl-coef -1", "--sampler-kl-coef"),
+        ("--entropy-coef inf", "--entropy-coef"),
+        ("--true-vocab-size 0", "--true-vocab-size"),
+        ("--loss-correction score_centering --sampler-distribution none", "--sampler-distribution"),
+    ],
+)
+def test_bad_objective_names_its_flag(argv, message):
+    with pytest.raises(ValueError, match=message):
+        from_args(ObjectiveConfig, parse(*argv.split()))
+
+
+@pytest.mark.parametrize("flag", ["--sampler-noise", "--head-size", "--num-draws", "--sampler-seed"])
+def test_bad_sampler_names_its_flag(flag):
+    with pytest.raises(ValueError, match=flag):
+        from_args(SamplerConfig, parse(flag, "-1", config=SamplerConfig))
+
+
+def refusals(cases: list[str]) -> list[str]:
+    """What ``ScoreCentering.from_args`` says of each command line, through Megatron's own parser."""
+    import sys
+    from unittest import mock
+
+    from megatron.training.arguments import parse_args, validate_args
+
+    from megatron_sc.training.arguments import add_arguments
+    from megatron_sc.training.plugin import ScoreCentering
+
+    messages = []
+    for case in cases:
+        with mock.patch.object(sys, "argv", ["train", *TINY.split(), *case.split()]):
+            args = parse_args(extra_args_provider=add_arguments)
+            validate_args(args)
+        try:
+            ScoreCentering.from_args(args)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_contradictions_are_refused_before_training():
+    start = "--loss-correction score_centering --micro-batch-size 2 --train-iters 1 --prompts-per-step 4"
+    cases = {
+        f"{start} --samples-per-prompt 2": "",
+        f"{start} --samples-per-prompt 4": "--global-batch-size 8 must equal",
+        f"{start} --samples-per-prompt 2 --dataloader-type cyclic": "--dataloader-type external",
+        f"{start} --samples-per-prompt 2 --num-draws 0 --sampler-distribution draws": "--num-draws",
+        f"{start} --samples-per-prompt 2 --head-size 0": "--head-size",
+        f"{start} --samples-per-prompt 2 --sampler-top-p 0.9": "--sampler-distribution support",
+        f"{start} --samples-per-prompt 2 --mtp-num-layers 1": "--mtp-num-layers",
+    }
+    (messages,) = run_ranks(refusals, 1, list(cases), megatron=True)
+    for (case, expected), message in zip(cases.items(), messages, strict=True):
+        assert expected in message, case
+        assert bool(expected) == bool(message), case
