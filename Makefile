@@ -21,7 +21,7 @@ demo: $(STAMP)  ## collapse and rescue on this machine, under 10 minutes; result
 	@$(PY) examples/demo.py $(DEMO_ARGS)
 
 test: $(STAMP)  ## the test suite; needs no GPU
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	@$(PY) -m pytest -m gpu $(PYTEST_ARGS)

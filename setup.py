@@ -13,6 +13,7 @@ REQUIRES = [
     "pyyaml>=6.0.1,<7",
     "rich>=13.7,<16",  # tables and live progress
     "matplotlib>=3.8,<4",  # plots
+    "tensorboard>=2.17,<3",  # Megatron sends to W&B only what it also writes for TensorBoard
 ]
 
 EXTRAS = {

@@ -280,14 +280,22 @@ def _replace_tensor_moves() -> None:
 
 
 def _replace_megatron_helpers() -> None:
-    """The one helper of Megatron that asks ``tensor.is_cuda`` and must convert nevertheless."""
+    """Helpers of Megatron that mean a GPU and cannot know better."""
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.training import initialize
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
+    # The original defers until CUDA is initialized, which never happens: each tensor-parallel rank would keep the
+    # stream meant for its own shards, and draw its own values for weights that all ranks share.
+    _replace(random, _get_cuda_rng_state=torch.cuda.get_rng_state, _set_cuda_rng_state=torch.cuda.set_rng_state)
     for module in (moe_utils, token_dispatcher):
-        _replace(module, maybe_move_tensor_to_cpu=to_cpu)
+        _replace(module, maybe_move_tensor_to_cpu=to_cpu)  # it asks tensor.is_cuda, but must convert nevertheless
+    # Nothing is compiled, so nothing needs warming up. Its random inputs have shapes that depend on the tensor-parallel
+    # size, and here they would come from the stream that the weights are drawn from next.
+    _replace(initialize, _warmup_jit_function=_do_nothing)
 
 
 def _destroy_process_group() -> None:
