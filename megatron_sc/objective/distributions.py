@@ -55,6 +55,12 @@ class TopKHead:
         """Number of positions."""
         return _rows(self.ids, self.offsets)
 
+    def slice_rows(self, start: int, stop: int) -> Self:
+        """Positions [start, stop); nothing is copied."""
+        ids, logprobs, offsets = _slice(self.ids, self.logprobs, self.offsets, start, stop)
+        tail = None if self.log_tail_mass is None else self.log_tail_mass[start:stop]
+        return type(self)(ids, logprobs, tail, offsets)
+
 
 @dataclass(frozen=True, eq=False)
 class Support:
@@ -86,6 +92,10 @@ class Support:
         """Number of positions."""
         return _rows(self.ids, self.offsets)
 
+    def slice_rows(self, start: int, stop: int) -> Self:
+        """Positions [start, stop); nothing is copied."""
+        return type(self)(*_slice(self.ids, self.logprobs, self.offsets, start, stop))
+
 
 @dataclass(frozen=True, eq=False)
 class Draws:
@@ -115,6 +125,10 @@ class Draws:
         """Number of positions."""
         return self.ids.shape[0]
 
+    def slice_rows(self, start: int, stop: int) -> Self:
+        """Positions [start, stop); nothing is copied."""
+        return type(self)(self.ids[start:stop], None if self.logprobs is None else self.logprobs[start:stop])
+
 
 @dataclass(frozen=True, eq=False)
 class FullVocabulary:
@@ -138,12 +152,25 @@ class FullVocabulary:
         """Number of positions."""
         return self.logprobs.shape[0]
 
+    def slice_rows(self, start: int, stop: int) -> Self:
+        """Positions [start, stop); nothing is copied."""
+        return type(self)(self.logprobs[start:stop])
+
 
 SamplerDistribution = TopKHead | Support | Draws | FullVocabulary
 
 
 def _rows(ids: Tensor, offsets: Tensor | None) -> int:
     return ids.shape[0] if offsets is None else offsets.shape[0] - 1
+
+
+def _slice(
+    ids: Tensor, logprobs: Tensor, offsets: Tensor | None, start: int, stop: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if offsets is None:
+        return ids[start:stop], logprobs[start:stop], None
+    first, last = int(offsets[start]), int(offsets[stop])
+    return ids[first:last], logprobs[first:last], offsets[start : stop + 1] - first
 
 
 def _check_layout(name: str, ids: Tensor, logprobs: Tensor, offsets: Tensor | None) -> None:

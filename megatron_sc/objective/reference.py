@@ -90,7 +90,7 @@ def reference_position(
         tail_p = p[tail].sum()  # summed, never 1 - P
         if not tail.any():
             tail_q = torch.zeros((), dtype=torch.float64)
-        elif sampler.log_tail_mass is not None:
+        elif sampler.log_tail_mass is not None and not sampler.log_tail_mass[row].isnan():
             tail_q = sampler.log_tail_mass[row].double().exp()
         else:
             tail_q = (1 - q_head.sum()).clamp(min=0)

@@ -35,6 +35,8 @@ class _SelectObjective(argparse.Action):
         namespace.loss_correction = values
         namespace.calculate_per_token_loss = True  # gradients are divided once, by the global number of tokens
         namespace.dataloader_type = "external"  # rollouts come from our iterator
+        if getattr(namespace, "eval_interval", None) is None:
+            namespace.eval_interval = 1000  # Megatron divides by it, and its own default is None
 
 
 def _field(default: Any, text: str, **metadata: Any) -> Any:
@@ -79,6 +81,12 @@ class ObjectiveConfig:
     entropy_coef: float = _field(0.0, "Coefficient of the trainer's entropy, which is subtracted from the loss.")
     true_vocab_size: int | None = _field(
         None, "Vocabulary size without padding, as the sampler's softmax has it. Absent: --vocab-size."
+    )
+    fuse_lm_head: bool = _field(
+        False,
+        "Compute the loss and its gradients chunk by chunk inside the output layer, so that the logits are never all "
+        "in memory. Needs room for the output weight's gradient in float32 from a micro-batch's forward to its "
+        "backward.",
     )
     metrics_jsonl: str | None = _field(None, "Append one JSON object per logged step to this file.")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..vocab_parallel import VocabShard, centered_loss
 from .batch import Batch, sampler_distribution
 from .config import Distribution, ObjectiveConfig
+from .fused_head import fused_head_loss, loss_with_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,8 @@ class LossContext:
         true_vocab_size: the vocabulary without padding.
         group: tensor-parallel group.
         metric_names: filled by the call, in the order of the output's metrics.
+        with_metrics: whether this step's metrics are read. Without, ``--fuse-lm-head`` on draws computes no softmax and
+            returns NaN for the metrics, under the same names: Megatron leaves a NaN out of the line it prints.
     """
 
     batch: Batch
@@ -32,6 +35,7 @@ class LossContext:
     true_vocab_size: int
     group: Any
     metric_names: list[str]
+    with_metrics: bool = True
 
 
 def centered_output_processor(
@@ -41,20 +45,19 @@ def centered_output_processor(
     output_weight: Tensor | None,
     scale_logits: Any,
     context: LossContext,
+    config: Any = None,
     **_: Any,
 ) -> Tensor:
     """``GPTModel.forward(output_processor=...)``: returns float32 ``[1 + M, s, b]``, the loss and M detached metrics.
 
-    The gradient is written over the logits' storage: nothing after this call needs them.
+    The gradient is written over the logits' storage: nothing after this call needs them. With ``--fuse-lm-head`` there
+    are no logits, and the gradient of the loss belongs to its sum, see ``loss_with_gradient``.
     """
-    logits, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
-    logits = scale_logits(logits)
-    s, b, columns = logits.shape
     rank, ranks = torch.distributed.get_rank(context.group), torch.distributed.get_world_size(context.group)
     rows = context.batch.by_position()
     objective = context.objective
-    out = centered_loss(
-        logits.view(s * b, columns),
+    layer_columns = (output_layer.weight if output_weight is None else output_weight).shape[0]
+    arguments = (
         rows.sampled_ids,
         rows.advantages,
         sampler_distribution(rows, context.distribution),
@@ -62,12 +65,26 @@ def centered_output_processor(
         objective.weight(),
         rows.temperature,
         rows.mask.bool(),
-        VocabShard.of_rank(rank, ranks, columns, context.true_vocab_size),
+        VocabShard.of_rank(rank, ranks, layer_columns, context.true_vocab_size),
         context.group,
-        center=objective.centers,
-        sampler_kl_coef=objective.sampler_kl_coef,
-        entropy_coef=objective.entropy_coef,
-        reuse_logits=True,
     )
-    context.metric_names[:] = out.metrics
-    return torch.stack([out.loss, *out.metrics.values()]).view(-1, s, b)
+    options: dict[str, Any] = {
+        "center": objective.centers,
+        "sampler_kl_coef": objective.sampler_kl_coef,
+        "entropy_coef": objective.entropy_coef,
+    }
+    b, s = context.batch.tokens.shape
+    if objective.fuse_lm_head:
+        fused = fused_head_loss(
+            output_layer, output_weight, hidden_states, scale_logits, config, *arguments,
+            metrics=context.with_metrics, **options,
+        )  # fmt: skip
+        loss, names = loss_with_gradient(fused), fused.metric_names
+        metrics = [fused.metrics.get(name, torch.full_like(fused.loss, torch.nan)) for name in names]
+    else:
+        logits, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
+        logits = scale_logits(logits)
+        out = centered_loss(logits.view(s * b, logits.shape[2]), *arguments, **options, reuse_logits=True)
+        loss, names, metrics = out.loss, tuple(out.metrics), list(out.metrics.values())
+    context.metric_names[:] = names
+    return torch.stack([loss, *metrics]).view(-1, s, b)

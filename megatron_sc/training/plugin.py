@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core import mpu
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 from torch import Tensor
 
 from ..sampling import EmbeddedSampler, ParallelGroups, SamplerConfig
+from ..vocab_parallel.self_check import require_centered, self_check
 from .batch import Batch, BatchLayout, broadcast, position_ids, slice_context
 from .config import Distribution, ObjectiveConfig
 from .flags import from_args
@@ -45,6 +47,7 @@ class ScoreCentering:
         self.true_vocab_size = true_vocab_size
         self._make_source = source
         self._embedded: EmbeddedSampler | None = None
+        self._checked = False
         if source is None and sampler.sampler == "demonstrations":
             self.distribution: Distribution = "none"
         else:
@@ -88,6 +91,10 @@ class ScoreCentering:
         plugin = cls(objective, sampler, true_vocab_size, source)
         if source is None:
             plugin._check_embedded(args)
+        else:
+            args.eval_iters = (
+                0  # recorded rollouts have no validation set, and Megatron asks for one where this is not 0
+            )
         return plugin
 
     def _check_embedded(self, args: argparse.Namespace) -> None:
@@ -139,11 +146,17 @@ class ScoreCentering:
         if batch is None:
             return model(None, None, None), _no_loss
         group = mpu.get_tensor_model_parallel_group()
-        context = LossContext(batch, self.objective, self.distribution, self.true_vocab_size, group, metric_names=[])
+        if not self._checked and mpu.is_pipeline_last_stage(ignore_virtual=True):
+            self._self_check(batch.tokens.device)
+        context = LossContext(
+            batch, self.objective, self.distribution, self.true_vocab_size, group, metric_names=[],
+            with_metrics=not model.training or _logs_step(args, args.curr_iteration + 1),
+        )  # fmt: skip
         cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
         inputs = (batch.tokens.long(), position_ids(batch, cp_rank, cp_size), None)
         hook = {"output_processor": centered_output_processor, "output_processor_context": context}
-        finish = partial(loss_func, batch, context.metric_names, args.check_for_nan_in_loss_and_grad)
+        reported = tuple(name for name in Batch.PER_ROLLOUT if name != "accuracy" or self._make_source is None)
+        finish = partial(loss_func, batch, context.metric_names, reported, args.check_for_nan_in_loss_and_grad)
         if return_schedule_plan:
             if not args.overlap_moe_expert_parallel_comm:
                 raise ValueError("a schedule plan needs --overlap-moe-expert-parallel-comm")
@@ -164,6 +177,19 @@ class ScoreCentering:
         device = next(model.parameters()).device
         batch = broadcast(batch if is_first else None, iterator.layout, mpu.get_tensor_model_parallel_group(), device)
         return slice_context(batch, mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+
+    def _self_check(self, device: torch.device) -> None:
+        """Stop before the first step if the configured loss does not center; collective over tensor-parallel ranks."""
+        self._checked = True
+        if not self.objective.centers or self.distribution == "none":
+            return
+        group = mpu.get_tensor_model_parallel_group()
+        what = f"--sampler-distribution {self.distribution} --importance-weight {self.objective.importance_weight}"
+        result = self_check(self.distribution, self.objective.weight(), group=group, device=device)
+        require_centered(result, what)
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            found = f"expected update {result.centered:.1e}, without centering {result.uncentered:.1e}"
+            print(f"> self-check of {what}: {found}", flush=True)
 
     def _source(self, clean: bool) -> RolloutSource:
         if self._make_source is not None:
@@ -190,6 +216,12 @@ def _needs_rollouts(vp_stage: int | None) -> bool:
     return mpu.is_pipeline_first_stage(
         ignore_virtual=vp_stage is None, vp_stage=vp_stage
     ) or mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+
+
+def _logs_step(args: argparse.Namespace, step: int) -> bool:
+    """Whether Megatron prints the step's report, or writes it to TensorBoard or W&B."""
+    to_writer = bool(args.tensorboard_dir or args.wandb_project) and step % args.tensorboard_log_interval == 0
+    return to_writer or step % args.log_interval == 0
 
 
 def _no_loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

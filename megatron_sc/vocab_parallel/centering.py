@@ -18,7 +18,7 @@ from torch import Tensor
 from ..objective.distributions import Draws, FullVocabulary, SamplerDistribution, Support, TopKHead
 from ..objective.weights import MAX_LOG_RATIO, ImportanceWeight
 from .entries import Entries
-from .statistics import Normalizer
+from .statistics import NOTHING, Normalizer
 
 SUMMED = 6
 """Numbers a token that a rank contributes to the second exchange: the fields of ``Sums``."""
@@ -150,7 +150,7 @@ class _Recorded(NoCentering):
     @override
     def local_sums(self, entries: Entries, owned: Tensor, logp: Tensor, row: Row, alpha: Tensor) -> tuple[Tensor, ...]:
         assert entries.logprobs is not None
-        logp = torch.where(owned, logp, 0.0)
+        logp = torch.where(owned, logp.clamp(min=NOTHING), 0.0)  # 0 log 0 = 0
         mass = torch.where(owned, self.entry_mass(entries, logp, entries.spread(row.advantage)), 0.0)
         p = torch.where(owned, logp.exp(), 0.0)
         logq = torch.where(owned, entries.logprobs, 0.0)
@@ -291,7 +291,7 @@ class DrawsModel(NoCentering):
 
     @override
     def local_sums(self, entries: Entries, owned: Tensor, logp: Tensor, row: Row, alpha: Tensor) -> tuple[Tensor, ...]:
-        logp = torch.where(owned, logp, 0.0)
+        logp = torch.where(owned, logp.clamp(min=NOTHING), 0.0)  # 0 log 0 = 0
         mass = torch.where(owned, self.entry_mass(entries, logp, entries.spread(row.advantage)), 0.0)
         logq = logp if entries.logprobs is None else entries.logprobs
         kl = torch.where(owned, logq - logp, 0.0) / entries.ids.shape[1]
@@ -303,6 +303,8 @@ class DrawsModel(NoCentering):
         base = super().finish(normalizer, row, sums, recorded_mass)
         reciprocal = (-normalizer.log_normalizer).exp()
         residual = base.state.weight - sums.mass
+        if self.center and not self.weight.needs_ratio:
+            residual = torch.zeros_like(residual)  # 1 - K (1/K), which rounding would leave at 1e-7 for K = 10
         state = base.state._replace(dense=-residual * reciprocal, entry_p=-residual)
         loss = -row.advantage * (base.state.weight * normalizer.sampled_logp - sums.mass_logp)
         return Outcome(loss, sums.kl, {"sampler_kl": sums.kl, "coefficient_l1": sums.l1}, state)
@@ -320,10 +322,10 @@ class FullModel(NoCentering):
         return self.weight.weighted_mass(logp, logq, advantage.unsqueeze(1))
 
     def dense_sums(self, logp: Tensor, logq: Tensor, row: Row) -> tuple[Tensor, ...]:
-        """This rank's part of ``Sums``; 0 log 0 = 0."""
+        """This rank's part of ``Sums``."""
         mass = self.dense_mass(logp, logq, row.advantage)
         p, q = logp.exp(), logq.exp()
-        logp = torch.where(p > 0, logp, 0.0)
+        logp = logp.clamp(min=NOTHING)  # 0 log 0 = 0, but where p only underflows q log p counts
         kl = torch.where(q > 0, q * (logq - logp), 0.0)
         return tuple(v.sum(dim=1) for v in (mass, mass * logp, p * logp, mass.abs(), kl, (q - p).abs()))
 

@@ -86,8 +86,20 @@ def _check_entries(sampler: TopKHead | Support | Draws, sampled_ids: Tensor, voc
     if isinstance(sampler, Support):
         require("Support.ids", row_any(entries.is_token(sampled_ids)), sampled_ids, "must contain the sampled token")
         require("Support.logprobs", (mass - 1).abs() <= MASS_TOLERANCE, mass, f"must sum to 1 within {MASS_TOLERANCE}")
-    if entries.lengths is None and entries.ids.shape[1] > 1 and entries.ids.device.type == "cpu":
+    if isinstance(sampler, TopKHead) and sampler.log_tail_mass is not None:
+        tail = sampler.log_tail_mass
+        require("TopKHead.log_tail_mass", ~(tail > LOGPROB_TOLERANCE), tail, "must be <= 0, or NaN: not recorded")
+    if entries.ids.device.type == "cpu":
         # Sorting costs more than the rest of the checks, so a GPU relies on the mass and on the buffer's validator.
-        ordered = torch.where(entries.kept, entries.ids, -1).sort(dim=1).values
-        repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-        require(f"{name}.ids", ~repeated.any(dim=1), ordered.amax(dim=1), "must be distinct within a row")
+        repeated = _repeated_id(entries, vocab_size)
+        require(f"{name}.ids", repeated < 0, repeated, "must be distinct within a row")
+
+
+def _repeated_id(entries: Entries, vocab_size: int) -> Tensor:
+    """``[rows]``: an id that a row holds more than once, or -1."""
+    kept = entries.kept & (entries.ids < vocab_size)  # an id beyond, in a masked row, must not look like another row's
+    key = torch.where(kept, entries.row_index * vocab_size + entries.ids, -1).flatten()
+    ordered = key.sort().values
+    again = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)]
+    rows = len(entries.lengths) if entries.lengths is not None else entries.ids.shape[0]
+    return torch.full((rows,), -1).scatter(0, again // vocab_size, again % vocab_size)

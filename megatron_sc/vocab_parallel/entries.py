@@ -73,10 +73,13 @@ class Entries:
         return row_values[self.row_index]
 
     def row_sum(self, values: Tensor) -> Tensor:
-        """Sum of the entries of each row, ``[rows]``; deterministic."""
+        """Sum of the entries of each row, ``[rows]``; deterministic.
+
+        The offsets were checked on the CPU; unless ``unsafe``, ``segment_reduce`` checks again and waits for the GPU.
+        """
         if self.lengths is None:
             return values.sum(dim=1)
-        return torch.segment_reduce(values, "sum", lengths=self.lengths, initial=0.0)
+        return torch.segment_reduce(values, "sum", lengths=self.lengths, initial=0.0, unsafe=True)
 
     def row_max(self, values: Tensor, empty: float) -> Tensor:
         """Maximum of the entries of each row, ``[rows]``; ``empty`` for a row without entries."""
@@ -84,7 +87,7 @@ class Entries:
             if values.shape[1] == 0:
                 return values.new_full((values.shape[0],), empty)
             return values.amax(dim=1).clamp(min=empty)
-        return torch.segment_reduce(values, "max", lengths=self.lengths, initial=empty)
+        return torch.segment_reduce(values, "max", lengths=self.lengths, initial=empty, unsafe=True)
 
     def is_token(self, row_ids: Tensor) -> Tensor:
         """Which entries are the row's token ``row_ids`` (``[rows]``, global)."""

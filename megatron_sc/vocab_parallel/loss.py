@@ -88,19 +88,60 @@ def centered_loss(
     Raises:
         ValueError: for shapes, dtypes or values that cannot be trained on; it names the argument and, on the CPU, the
             row. On a GPU bad values (ids outside the vocabulary, a sampled token outside its support, NaN or positive
-            log-probabilities, repeated ids in a head) fail an asynchronous device assertion instead.
+            log-probabilities, a mass above 1) fail an asynchronous device assertion instead, and ids that a head
+            repeats without a mass above 1 are not found: check them where the rollouts are read.
+    """
+    n, columns = _shape(logits)
+    if reuse_logits and any(t is not None and t.is_leaf and t.requires_grad for t in (logits, logits._base)):
+        raise ValueError(
+            "reuse_logits would overwrite a leaf tensor; pass the output of the model, or reuse_logits=False"
+        )
+    problem = make_problem(
+        n, columns, compute_dtype(logits), sampled_ids, advantages, sampler, sampled_logprobs, weight, temperature,
+        mask, vocab, group, center=center, sampler_kl_coef=sampler_kl_coef, entropy_coef=entropy_coef,
+        entropy_metric=entropy_metric, reuse_logits=reuse_logits, chunk_rows=chunk_rows,
+    )  # fmt: skip
+    with torch.autocast(logits.device.type, enabled=False):  # autocast would round products to bfloat16
+        loss, metrics = CenteredLoss.apply(logits, problem)
+    return CenteredLossOutput(loss, dict(zip(problem.metric_names, metrics, strict=True)))
+
+
+def make_problem(
+    n: int,
+    columns: int,
+    dtype: torch.dtype,
+    sampled_ids: Tensor,
+    advantages: Tensor,
+    sampler: SamplerDistribution | None,
+    sampled_logprobs: Tensor | None,
+    weight: ImportanceWeight | None,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    vocab: VocabShard | None,
+    group: dist.ProcessGroup | None,
+    *,
+    center: bool,
+    sampler_kl_coef: float,
+    entropy_coef: float,
+    entropy_metric: bool,
+    reuse_logits: bool,
+    chunk_rows: int | None,
+) -> Problem:
+    """The checked arguments of ``centered_loss`` for logits ``[n, columns]`` and a compute dtype.
+
+    Raises:
+        ValueError: as ``centered_loss``.
     """
     weight = weight or Uniform()
-    n, columns = _shape(logits)
-    vocab = vocab or VocabShard(0, columns, columns)
+    centering = centering_for(sampler, weight, center)
+    if vocab is None:
+        if group is not None and dist.get_world_size(group) > 1:
+            raise ValueError("with a group of several ranks, vocab must say which columns of the vocabulary these are")
+        vocab = VocabShard(0, columns, columns)
     if vocab.columns != columns:
         raise ValueError(f"logits have {columns} columns but vocab names {vocab.columns} ({vocab})")
     if not vocab.is_whole and group is None:
         raise ValueError(f"{vocab} is a part of the vocabulary, so the tensor-parallel group must be given")
-    if reuse_logits and logits.is_leaf and logits.requires_grad:
-        raise ValueError(
-            "reuse_logits would overwrite a leaf tensor; pass the output of the model, or reuse_logits=False"
-        )
     if weight.needs_ratio and sampled_logprobs is None:
         raise ValueError(
             f"importance weight {weight.name!r} needs sampled_logprobs, the sampler's log-probability of y"
@@ -109,6 +150,12 @@ def centered_loss(
         raise ValueError(f"importance weight {weight.name!r} needs the log-probabilities of the draws")
     if isinstance(sampler, FullVocabulary) and sampler.logprobs.shape[1] != vocab.size:
         raise ValueError(f"FullVocabulary has {sampler.logprobs.shape[1]} columns but the vocabulary has {vocab.size}")
+    if sampler_kl_coef and sampler is None and sampled_logprobs is None:
+        raise ValueError("sampler_kl_coef needs sampled_logprobs where no distribution of the sampler is given")
+    if sampler_kl_coef and isinstance(sampler, Draws) and sampler.logprobs is None:
+        raise ValueError("sampler_kl_coef needs the log-probabilities of the draws")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}")
     if isinstance(temperature, Tensor):
         _require_rows("temperature", temperature, n)
     elif not temperature > 0:
@@ -126,17 +173,16 @@ def centered_loss(
         raise ValueError(f"mask must be bool (True: the row trains), got {mask.dtype}")
     check_rows(sampled_ids, advantages, sampler, sampled_logprobs, temperature, mask, vocab.size)
 
-    dtype = compute_dtype(logits)
-    problem = Problem(
+    return Problem(
         sampled_ids=_where_trained(sampled_ids.long(), mask, 0),
         row=Row(
             _where_trained(advantages.to(dtype), mask, 0.0),
             None if sampled_logprobs is None else _where_trained(sampled_logprobs.to(dtype), mask, 0.0),
         ),
-        temperature=_temperature(temperature, mask, n, dtype, logits.device),
+        temperature=_temperature(temperature, mask, n, dtype, sampled_ids.device),
         mask=mask,
         sampler=sampler,
-        centering=centering_for(sampler, weight, center),
+        centering=centering,
         shard=vocab,
         group=group,
         sampler_kl_coef=sampler_kl_coef,
@@ -145,8 +191,6 @@ def centered_loss(
         reuse_logits=reuse_logits,
         chunk_rows=chunk_rows,
     )
-    loss, metrics = CenteredLoss.apply(logits, problem)
-    return CenteredLossOutput(loss, dict(zip(problem.metric_names, metrics, strict=True)))
 
 
 def _shape(logits: Tensor) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..objective.weights import MAX_LOG_RATIO
-from . import torch_backend as backend
+from . import backend
 from .centering import SUMMED, RowState, Sums
 from .exchange import gather_rows
 from .problem import Problem
@@ -28,29 +28,7 @@ class CenteredLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         """Two local passes, each followed by one exchange."""
-        values = logits.detach()
-        local = backend.statistics(values, problem)
-        normalizer = combine(gather_rows(local.values, problem.group))
-        if problem.sampler is None:
-            sums = Sums(*values.new_zeros((SUMMED, len(values)), dtype=local.values.dtype))
-        else:
-            alpha = problem.centering.alpha(normalizer, problem.row, local.recorded_mass)
-            parts = backend.sums(values, problem, normalizer, alpha)
-            sums = Sums(*gather_rows(parts, problem.group).sum(dim=0).unbind(dim=1))
-        outcome = problem.centering.finish(normalizer, problem.row, sums, local.recorded_mass)
-        # exp(x - local maximum), which the in-place pass left behind, is this times exp(x - dense_maximum).
-        state = outcome.state._replace(shift_factor=(local.values[:, 0] - normalizer.dense_maximum).exp())
-
-        loss = outcome.loss
-        if problem.sampler_kl_coef:
-            loss = loss + problem.sampler_kl_coef * outcome.kl
-        if problem.entropy_coef:
-            loss = loss - problem.entropy_coef * state.entropy
-        known = {**_observed(problem, normalizer, state, local.sampled_recorded), **outcome.metrics}
-        metrics = torch.stack([known[name] for name in problem.metric_names])
-        if problem.mask is not None:
-            loss = torch.where(problem.mask, loss, 0.0)
-            metrics = torch.where(problem.mask, metrics, 0.0)
+        loss, metrics, state = evaluate(logits.detach(), problem)
         ctx.problem = problem
         ctx.spent = False
         ctx.save_for_backward(logits, *state)
@@ -65,7 +43,40 @@ class CenteredLoss(torch.autograd.Function):
             raise RuntimeError("a second backward pass needs reuse_logits=False: the first one overwrote the logits")
         logits, *state = ctx.saved_tensors
         ctx.spent = ctx.problem.reuse_logits
-        return backend.gradient(logits.detach(), ctx.problem, RowState(*state), grad_loss), None
+        with torch.autocast(logits.device.type, enabled=False):
+            return backend.gradient(logits.detach(), ctx.problem, RowState(*state), grad_loss), None
+
+
+def evaluate(values: Tensor, problem: Problem) -> tuple[Tensor, Tensor, RowState]:
+    """The forward pass without autograd: loss ``[n]``, metrics ``[M, n]`` and what ``backend.gradient`` needs.
+
+    Args:
+        values: ``[n, columns]`` logits; overwritten with intermediate values if their storage may be reused.
+        problem: the call.
+    """
+    local = backend.statistics(values, problem)
+    normalizer = combine(gather_rows(local.values, problem.group))
+    if problem.sampler is None:
+        sums = Sums(*values.new_zeros((SUMMED, len(values)), dtype=local.values.dtype))
+    else:
+        alpha = problem.centering.alpha(normalizer, problem.row, local.recorded_mass)
+        parts = backend.sums(values, problem, normalizer, alpha)
+        sums = Sums(*gather_rows(parts, problem.group).sum(dim=0).unbind(dim=1))
+    outcome = problem.centering.finish(normalizer, problem.row, sums, local.recorded_mass)
+    # exp(x - local maximum), which the in-place pass left behind, is this times exp(x - dense_maximum).
+    state = outcome.state._replace(shift_factor=(local.values[:, 0] - normalizer.dense_maximum).exp())
+
+    loss = outcome.loss
+    if problem.sampler_kl_coef:
+        loss = loss + problem.sampler_kl_coef * outcome.kl
+    if problem.entropy_coef:
+        loss = loss - problem.entropy_coef * state.entropy
+    known = {**_observed(problem, normalizer, state, local.sampled_recorded), **outcome.metrics}
+    metrics = torch.stack([known[name] for name in problem.metric_names])
+    if problem.mask is not None:
+        loss = torch.where(problem.mask, loss, 0.0)
+        metrics = torch.where(problem.mask, metrics, 0.0)
+    return loss, metrics, state
 
 
 def _observed(problem: Problem, normalizer: Normalizer, state: RowState, sampled_recorded: Tensor) -> dict[str, Tensor]:

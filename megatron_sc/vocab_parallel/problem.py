@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..objective.distributions import Draws, FullVocabulary, SamplerDistribution, Support, TopKHead
-from .centering import NoCentering, Row
+from .centering import NoCentering, Row, centering_for
 from .shard import VocabShard
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -58,15 +59,25 @@ class Problem:
             names += ("sampled_in_recorded",)
         return names + self.centering.metric_names
 
+    def of_rows(self, start: int, stop: int) -> Self:
+        """The same call for rows [start, stop); nothing is copied."""
+        rows = slice(start, stop)
+        sampler = None if self.sampler is None else self.sampler.slice_rows(start, stop)
+        return replace(
+            self,
+            sampled_ids=self.sampled_ids[rows],
+            row=self.row.of(rows),
+            temperature=None if self.temperature is None else self.temperature[rows],
+            mask=None if self.mask is None else self.mask[rows],
+            sampler=sampler,
+            centering=centering_for(sampler, self.centering.weight, self.centering.center),
+        )
+
     def blocks(self, rows: int) -> Iterator[tuple[int, int]]:
         """Row ranges [start, stop) with about ``BLOCK_ENTRIES`` recorded tokens each."""
         recorded = self.recorded
         per_row = 1 if recorded is None else max(recorded.ids.numel() // max(rows, 1), 1)
         return _ranges(0, rows, max(BLOCK_ENTRIES // per_row, 1))
-
-    def chunks(self, start: int, stop: int, device: torch.device) -> Iterator[tuple[int, int]]:
-        """Row ranges inside [start, stop) whose logits fill a workspace."""
-        return _ranges(start, stop, self.rows_per_chunk(device))
 
     def rows_per_chunk(self, device: torch.device) -> int:
         """Rows of a workspace."""

@@ -42,14 +42,14 @@ class Normalizer(NamedTuple):
     """log p_y."""
 
 
-def local_statistics(x: Tensor, shifted: Tensor, exponential: Tensor | None, with_dot: bool) -> Tensor:
+def local_statistics(x: Tensor, shifted: Tensor, exponential: Tensor, with_dot: bool) -> Tensor:
     """Maximum, sum of exp(x - maximum), and with ``with_dot`` sum of exp(x - maximum) (x - maximum): ``[rows, 3]``.
 
     Args:
         x: ``[rows, valid]`` scaled logits with ``NOTHING`` in the columns to leave out.
-        shifted: like ``x``, overwritten with x - maximum; may be ``x``.
-        exponential: like ``x``, overwritten with exp(x - maximum); may be ``x`` where ``shifted`` is not; None: nobody
-            needs it.
+        shifted: like ``x``, overwritten; may be ``x``.
+        exponential: like ``x``, overwritten with exp(x - maximum); may be ``x`` where ``shifted`` is not, and without
+            ``with_dot`` also ``shifted``.
         with_dot: whether the entropy will be needed; else 0.
     """
     if x.shape[1] == 0:
@@ -57,12 +57,12 @@ def local_statistics(x: Tensor, shifted: Tensor, exponential: Tensor | None, wit
     maximum = x.amax(dim=1).clamp(min=NOTHING)
     torch.sub(x, maximum.unsqueeze(1), out=shifted)
     if not with_dot:
-        exponential = torch.exp(shifted, out=shifted if exponential is None else exponential)
+        torch.exp(shifted, out=exponential)
         total, dot = exponential.sum(dim=1), torch.zeros_like(maximum)
     else:
         shifted.clamp_(min=LOWEST_EXPONENT)  # -inf would make 0 * -inf
-        exponential = torch.exp(shifted, out=exponential)
-        total, dot = exponential.sum(dim=1), torch.linalg.vecdot(exponential, shifted)
+        torch.exp(shifted, out=exponential)
+        total, dot = exponential.sum(dim=1), shifted.mul_(exponential).sum(dim=1)
     present = maximum > NOTHING
     return torch.stack([maximum, torch.where(present, total, 0.0), torch.where(present, dot, 0.0)], dim=1)
 
@@ -79,5 +79,5 @@ def combine(gathered: Tensor) -> Normalizer:
     recorded = (entry_sums * (entry_maxima - maximum).exp()).sum(dim=0)
     total = dense_sum * (dense_maximum - maximum).exp() + recorded
     log_normalizer = total.log()
-    sampled_logp = (sampled_x.amax(dim=0) - maximum) - log_normalizer
+    sampled_logp = (sampled_x.amax(dim=0).clamp(min=NOTHING) - maximum) - log_normalizer  # 0 log 0 = 0
     return Normalizer(maximum, log_normalizer, dense_maximum, dense_sum, dense_dot, recorded / total, sampled_logp)

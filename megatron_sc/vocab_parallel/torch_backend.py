@@ -11,6 +11,7 @@ exp(x - local maximum) in their storage, as Megatron's cross-entropy does, and t
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -49,14 +50,14 @@ def works_in_place(logits: Tensor, problem: Problem) -> bool:
     )
 
 
-def statistics(logits: Tensor, problem: Problem) -> LocalStatistics:
+def statistics(logits: Tensor, problem: Problem, block_type: type[Block] | None = None) -> LocalStatistics:
     """First pass. With ``works_in_place`` the logits are overwritten."""
     dtype, n = compute_dtype(logits), logits.shape[0]
     values = torch.empty((n, EXCHANGED), dtype=dtype, device=logits.device)
     recorded_mass = torch.zeros(n, dtype=torch.float64, device=logits.device)
     sampled_recorded = torch.zeros(n, dtype=dtype, device=logits.device)
     for start, stop in problem.blocks(n):
-        block = _Block(logits, problem, start, stop)
+        block = (block_type or Block)(logits, problem, start, stop)
         if block.entries is not None:
             sampled_recorded[start:stop] = block.sampled_recorded().to(dtype)
             if block.entries.logprobs is not None:
@@ -66,18 +67,22 @@ def statistics(logits: Tensor, problem: Problem) -> LocalStatistics:
     return LocalStatistics(values, recorded_mass, sampled_recorded)
 
 
-def sums(logits: Tensor, problem: Problem, normalizer: Normalizer, alpha: Tensor) -> Tensor:
+def sums(
+    logits: Tensor, problem: Problem, normalizer: Normalizer, alpha: Tensor, block_type: type[Block] | None = None
+) -> Tensor:
     """``[n, SUMMED]``: this rank's part of ``Sums``; ``alpha`` is ``[n]``."""
     parts = torch.empty((logits.shape[0], SUMMED), dtype=compute_dtype(logits), device=logits.device)
     for start, stop in problem.blocks(logits.shape[0]):
         rows = slice(start, stop)
-        block = _Block(logits, problem, start, stop)
+        block = (block_type or Block)(logits, problem, start, stop)
         at = Normalizer(*(field[rows] for field in normalizer))
         parts[rows] = torch.stack(block.sums(at, alpha[rows]), dim=1)
     return parts
 
 
-def gradient(logits: Tensor, problem: Problem, state: RowState, grad_loss: Tensor) -> Tensor:
+def gradient(
+    logits: Tensor, problem: Problem, state: RowState, grad_loss: Tensor, block_type: type[Block] | None = None
+) -> Tensor:
     """Last pass: ``[n, columns]`` in the logits' dtype, in their storage if it may be reused.
 
     Args:
@@ -85,6 +90,7 @@ def gradient(logits: Tensor, problem: Problem, state: RowState, grad_loss: Tenso
         problem: the call.
         state: ``[n]`` each.
         grad_loss: ``[n]`` the gradient of the losses.
+        block_type: what works on a block of rows; default ``Block``.
     """
     dtype = compute_dtype(logits)
     result = logits if problem.reuse_logits else torch.empty_like(logits)
@@ -95,21 +101,21 @@ def gradient(logits: Tensor, problem: Problem, state: RowState, grad_loss: Tenso
         upstream = torch.where(problem.mask, upstream, 0.0)
     if problem.temperature is not None:
         upstream = upstream / problem.temperature
-    scale = _Scale(
+    scale = Scale(
         -upstream * problem.row.advantage, upstream * problem.sampler_kl_coef, upstream * problem.entropy_coef
     )
     for start, stop in problem.blocks(logits.shape[0]):
         rows = slice(start, stop)
-        block = _Block(logits, problem, start, stop)
+        block = (block_type or Block)(logits, problem, start, stop)
         block.gradient(
             result[rows, : problem.shard.valid],
             RowState(*(field[rows] for field in state)),
-            _Scale(*(field[rows] for field in scale)),
+            Scale(*(field[rows] for field in scale)),
         )
     return result
 
 
-class _Scale(NamedTuple):
+class Scale(NamedTuple):
     """What multiplies the parts of the gradient; each ``[rows]``, 0 in masked rows."""
 
     policy: Tensor
@@ -120,7 +126,7 @@ class _Scale(NamedTuple):
     """Coefficient of the entropy / T, times the incoming gradient."""
 
 
-class _Block:
+class Block:
     """Rows [start, stop): their recorded tokens, and where those are on this shard."""
 
     def __init__(self, logits: Tensor, problem: Problem, start: int, stop: int):
@@ -175,13 +181,18 @@ class _Block:
             torch.div(self.logits[first:last], self.temperature[first:last].unsqueeze(1), out=x)
         return x
 
-    def _workspace(self) -> Tensor:
-        """Room for a chunk, and one more element: see ``_place``."""
-        rows = min(self.problem.rows_per_chunk(self.logits.device), self.logits.shape[0])
+    def _workspace(self, share: int = 1) -> Tensor:
+        """Room for a chunk, and one more element: see ``_place``. ``share``: as of ``_chunks``."""
+        rows = min(self._rows_per_chunk(share), self.logits.shape[0])
         return torch.empty(rows * self.logits.shape[1] + 1, dtype=self.dtype, device=self.logits.device)
 
-    def _chunks(self) -> list[tuple[int, int]]:
-        return list(self.problem.chunks(0, self.logits.shape[0], self.logits.device))
+    def _chunks(self, share: int = 1) -> list[tuple[int, int]]:
+        """Row ranges; with ``share`` workspaces at a time, each is that much smaller."""
+        rows, step = self.logits.shape[0], self._rows_per_chunk(share)
+        return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+    def _rows_per_chunk(self, share: int) -> int:
+        return max(self.problem.rows_per_chunk(self.logits.device) // share, 1)
 
     # --- writing recorded tokens ---------------------------------------------------------------------------------
 
@@ -197,11 +208,18 @@ class _Block:
         spare = workspace.shape[0] - 1
         return torch.where(self.owned[some], row_index * self.logits.shape[1] + self.column[some], spare), some
 
-    def _write_in_place(self, values: Tensor | float) -> None:
-        """Write at the owned entries of the logits' own storage (CPU only: this selects)."""
+    @cached_property
+    def _owned_entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, column and place among the block's entries of those that this shard holds (CPU only: this selects)."""
         assert self.entries is not None
-        row_index = self.entries.row_index.expand(self.column.shape)[self.owned]
-        self.logits[row_index, self.column[self.owned]] = values[self.owned] if isinstance(values, Tensor) else values
+        which = self.owned.flatten().nonzero().squeeze(1)
+        row_index = self.entries.row_index.expand(self.column.shape).reshape(-1)
+        return row_index[which], self.column.flatten()[which], which
+
+    def _write_in_place(self, values: Tensor | float) -> None:
+        """Write at the owned entries of the logits' own storage."""
+        row_index, column, which = self._owned_entries
+        self.logits[row_index, column] = values.flatten()[which] if isinstance(values, Tensor) else values
 
     # --- the passes ----------------------------------------------------------------------------------------------
 
@@ -223,27 +241,33 @@ class _Block:
             entry_sum = self.entries.row_sum(torch.where(self.owned, shifted.exp(), 0.0))
         result = torch.empty((self.logits.shape[0], EXCHANGED), dtype=self.dtype, device=device)
         result[:, 3], result[:, 4], result[:, 5] = entry_maximum, entry_sum, sampled_x
-        if not centering.dense_columns:
+        if centering.dense_columns:
+            self.dense_statistics(result, entry_x)
+        else:
             result[:, 0], result[:, 1:3] = NOTHING, 0.0
-            return result
+        return result
 
+    def dense_statistics(self, result: Tensor, entry_x: Tensor | None) -> None:
+        """Write maximum, sum and dot of the dense columns to ``result[:, :3]``; ``entry_x`` is x of the entries."""
+        centering = self.problem.centering
         if self.in_place and centering.entries_apart:
             self._write_in_place(NOTHING)
-        workspace = self._workspace()
-        for first, last in self._chunks():
+        share = 2 if self.problem.with_entropy and not self.in_place else 1
+        workspace = self._workspace(share)
+        second = torch.empty_like(workspace) if share == 2 else workspace
+        for first, last in self._chunks(share):
             if self.in_place:
                 x, exponential = self.logits[first:last], self.logits[first:last]
                 shifted = workspace[: x.numel()].view(x.shape)
             else:
                 x = shifted = self._load(workspace, first, last)
-                exponential = None
+                exponential = second[: x.numel()].view(x.shape)
                 if self.entries is not None and centering.entries_apart:
                     place, _ = self._place(workspace, first, last)
                     workspace[place] = NOTHING
             result[first:last, :3] = local_statistics(x, shifted, exponential, self.problem.with_entropy)
         if self.in_place and entry_x is not None:
             self._write_in_place(entry_x)  # the backward pass needs x itself at recorded tokens
-        return result
 
     def sums(self, normalizer: Normalizer, alpha: Tensor) -> tuple[Tensor, ...]:
         """This block's part of ``Sums``."""
@@ -260,19 +284,42 @@ class _Block:
             chunks.append(torch.stack(centering.dense_sums(logp, self._full_logq(part), row.of(part)), dim=1))
         return Sums(*torch.cat(chunks).unbind(dim=1))
 
-    def gradient(self, result: Tensor, state: RowState, scale: _Scale) -> None:
+    def gradient(self, result: Tensor, state: RowState, scale: Scale) -> None:
         """Write the gradient to ``result``, ``[rows, valid]``, which may be the logits themselves."""
-        problem, centering = self.problem, self.problem.centering
         entry_gradient, recorded = None, torch.zeros_like(self.sampled_owned)
         if self.entries is not None:
             entry_gradient = self._entry_gradient(self._entry_x(), state, scale)
             recorded = self.sampled_recorded()
         dense = scale.policy * state.dense + scale.kl * state.dense_kl
+        if self.mask is not None:
+            dense = torch.where(self.mask, dense, 0.0)  # not 0 * NaN
         write_sampled = self.sampled_owned & ~recorded
         direct = scale.policy * state.weight  # of the sampled token, beside its dense part
-        if problem.sampler is None:
+        if self.problem.sampler is None:
             direct = direct - scale.kl
+        self.write_gradient(result, state, scale, dense, direct, write_sampled, entry_gradient)
 
+    def write_gradient(
+        self,
+        result: Tensor,
+        state: RowState,
+        scale: Scale,
+        dense: Tensor,
+        direct: Tensor,
+        write_sampled: Tensor,
+        entry_gradient: Tensor | None,
+    ) -> None:
+        """Write dense exp(x - dense_maximum), add ``direct`` at the sampled token, then write the recorded tokens.
+
+        Args:
+            result: ``[rows, valid]``.
+            state: ``[rows]`` each.
+            scale: ``[rows]`` each.
+            dense: ``[rows]``.
+            direct: ``[rows]``.
+            write_sampled: bool ``[rows]``: whether the sampled token is here and not among the recorded ones.
+            entry_gradient: like the entries; None: there are none.
+        """
         if self.in_place:
             result.mul_((dense * state.shift_factor).unsqueeze(1))
             row_index = torch.nonzero(write_sampled).squeeze(1)
@@ -281,7 +328,7 @@ class _Block:
                 self._write_in_place(entry_gradient)
             return
 
-        workspace = self._workspace()
+        workspace, centering = self._workspace(), self.problem.centering
         for first, last in self._chunks():
             part = slice(first, last)
             x = self._load(workspace, first, last)
@@ -300,7 +347,7 @@ class _Block:
                 x.masked_fill_(~self.mask[part].unsqueeze(1), 0.0)
             result[part].copy_(x)
 
-    def _dense_gradient_(self, x: Tensor, at: RowState, dense: Tensor, scale: _Scale, part: slice) -> None:
+    def _dense_gradient_(self, x: Tensor, at: RowState, dense: Tensor, scale: Scale, part: slice) -> None:
         """x -> the gradient of columns that are not recorded, in place: dense exp(x - dense_maximum), and more."""
         problem, centering = self.problem, self.problem.centering
         added = None
@@ -315,7 +362,7 @@ class _Block:
         if added is not None:
             x.add_(added)
 
-    def _entry_gradient(self, x: Tensor, state: RowState, scale: _Scale) -> Tensor:
+    def _entry_gradient(self, x: Tensor, state: RowState, scale: Scale) -> Tensor:
         """The gradient at each recorded token: policy (w [u=y] - C_u + entry_p p_u), and the optional terms.
 
         Draws that repeat are collected in every copy, so that all copies write one value.

@@ -1,0 +1,1 @@
+"""Benchmarks, each a module that prints one table: ``python -m benchmarks.loss``."""
