@@ -115,3 +115,36 @@ def test_every_objective_trains_the_same_over_vocabulary_shards(objective, weigh
 def test_recorded_rollouts_of_the_other_kind_are_refused(tmp_path):
     with pytest.raises(RankError, match="records heads of 8 tokens, but --head-size is 4"):
         train(f"{CENTERED} --head-size 4", 1, tmp_path / "metrics.jsonl")
+
+
+def test_a_step_without_a_trainable_token_is_skipped(tmp_path):
+    lines = train(CENTERED, 2, tmp_path / "metrics.jsonl", masked_steps=(1,))
+    assert [line["skipped"] for line in lines] == [0, 1, 1]
+    assert "loss" not in lines[1]
+    assert lines[2]["grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "layout"),
+    [
+        ("dense", 2, "--tensor-model-parallel-size 2"),
+        ("dense", 2, ""),
+        ("moe", 2, "--expert-model-parallel-size 2"),
+    ],
+    ids=["tp2", "dp2", "ep2"],
+)
+def test_embedded_sampler_gives_the_same_rollouts_in_every_layout(model, world_size, layout, weights, tmp_path):
+    sampler = "--sampler gaussian --prompts-per-step 4 --samples-per-prompt 2 --train-iters 2 --lr 1e-3"
+    flags = f"{CENTERED} {weights[model]} {sampler}"
+    expected = train(flags, 1, tmp_path / "one.jsonl", embedded=True)[:2]
+    lines = train(f"{flags} {layout}", world_size, tmp_path / "two.jsonl", embedded=True)[:2]
+    assert expected[0]["drift_l1"] > 0.01
+    for line, reference in zip(lines, expected, strict=True):
+        for key in ("loss", "grad_norm", "reward", "accuracy", "drift_l1", "sampler_kl"):
+            assert line[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-5), (key, reference["step"])
+
+
+def test_embedded_sampler_refuses_pipeline_parallelism(tmp_path):
+    flags = f"{CENTERED} --pipeline-model-parallel-size 2 --prompts-per-step 4 --samples-per-prompt 2"
+    with pytest.raises(RankError, match="pipeline"):
+        train(flags, 2, tmp_path / "metrics.jsonl", embedded=True)

@@ -22,9 +22,15 @@ MOE = """
 
 
 def train_fixed(
-    flags: str, metrics_path: str, groups: int = 4, samples: int = 2, masked_steps: tuple[int, ...] = (), head: int = 8
+    flags: str,
+    metrics_path: str,
+    groups: int = 4,
+    samples: int = 2,
+    masked_steps: tuple[int, ...] = (),
+    head: int = 8,
+    embedded: bool = False,
 ) -> list[dict[str, Any]]:
-    """One training run over four recorded steps, repeated.
+    """One training run over four recorded steps, repeated; or, ``embedded``, from the embedded sampler.
 
     Returns:
         The lines of the metrics file (the same on every rank: read after the run).
@@ -51,7 +57,7 @@ def train_fixed(
 
     with mock.patch.object(sys, "argv", ["train", *TINY.split(), *flags.split()]):
         args = parse_and_validate_args(extra_args_provider=add_arguments)
-    plugin = ScoreCentering.from_args(args, source)
+    plugin = ScoreCentering.from_args(args, None if embedded else source)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(
         config,
