@@ -45,24 +45,25 @@ SCRIPT = Path(__file__).with_name("pretrain_gpt_sc.py")
 
 # --- Settings, fixed beforehand -------------------------------------------------------------------------------------
 
-WARM_START_STEPS = 60
+WARM_START_STEPS = 30  # about 0.6 of the digits right: room to learn and to lose
 STEPS = 200
 SEED = 1
 
 MODEL_ARGS = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
-    --tokenizer-type NullTokenizer --vocab-size 32 --make-vocab-size-divisible-by 32
+    --tokenizer-type NullTokenizer --vocab-size 32 --make-vocab-size-divisible-by 32 --init-method-std 0.1
 """
 OPTIMIZER_ARGS = """
-    --micro-batch-size 128 --global-batch-size 128 --optimizer adam --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant
-    --weight-decay 0 --clip-grad 1.0
+    --micro-batch-size 128 --global-batch-size 128 --optimizer adam --weight-decay 0 --clip-grad 1.0
 """
 LOGGING_ARGS = "--log-interval 10 --eval-interval 10 --eval-iters 1"
 ROLLOUT_ARGS = "--task reverse --reward-mode fraction --head-size 8"
 # Every weight matrix of the sampler is the trainer's plus half a standard deviation of a fixed Gaussian direction,
 # distorted again after every step: the distortion runs ahead of a trainer that follows it.
 SAMPLER_ARGS = "--prompts-per-step 16 --samples-per-prompt 8 --sampler gaussian --sampler-noise 0.5"
+METHOD_ARGS = "--lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style linear"  # over the run's steps
 WARM_START_ARGS = """
+    --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant
     --prompts-per-step 128 --samples-per-prompt 1 --sampler demonstrations
     --loss-correction none --importance-weight none --advantage none
 """
@@ -122,7 +123,7 @@ def method_argv(method: Method, output: Path, steps: int, seed: int) -> list[str
     """The command line of one method: the warm start's weights, a fresh optimizer, the mismatched sampler."""
     return [
         *_common_argv(output / f"{method.name}.jsonl", steps, seed),
-        *shlex.split(SAMPLER_ARGS),
+        *shlex.split(f"{SAMPLER_ARGS} {METHOD_ARGS}"),
         *method.args,
         *("--load", str(output / WARM_START), "--finetune", "--exit-on-missing-checkpoint"),
     ]

@@ -132,7 +132,8 @@ def _trainer_and_sampler(distribution: str, dtype: torch.dtype) -> tuple[Tensor,
     generator = torch.Generator().manual_seed(0)
     logits = (1.5 * torch.randn(VOCABULARY, generator=generator)).to(dtype)
     p = torch.softmax(logits.double(), dim=0)
-    q = torch.softmax(logits.double() + torch.randn(VOCABULARY, generator=generator, dtype=torch.float64), dim=0)
+    mismatch = 2 * torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)  # so that every bound binds
+    q = torch.softmax(logits.double() + mismatch, dim=0)
     head = q.topk(HEAD).indices
     outside = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, head, False)
     if distribution == "head":
