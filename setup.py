@@ -10,6 +10,8 @@ REQUIRES = [
     "torch>=2.6,<3",  # the lower bound is Megatron-Core's; a cluster keeps the build that its container ships
     "numpy>=1.26,<3",  # 1.26 is the first with wheels for Python 3.12
     "pyarrow>=18,<28",
+    "fsspec>=2024.6",  # rollout buffers in object stores; its versions are dates
+    "filelock>=3.15,<4",
     "pyyaml>=6.0.1,<7",
     "rich>=13.7,<16",  # tables and live progress
     "matplotlib>=3.8,<4",  # plots
@@ -42,6 +44,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_sc", "megatron_sc.*"]),
+    entry_points={"console_scripts": ["megatron-sc = megatron_sc.cli:main"]},
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     classifiers=[

@@ -46,7 +46,7 @@ SCRIPT = Path(__file__).with_name("pretrain_gpt_sc.py")
 # --- Settings, fixed beforehand -------------------------------------------------------------------------------------
 
 WARM_START_STEPS = 30  # about 0.6 of the digits right: room to learn and to lose
-STEPS = 200
+STEPS = 240
 SEED = 1
 
 MODEL_ARGS = """

@@ -10,7 +10,7 @@ import pytest
 import torch
 from golden import ESTIMATORS as GOLDEN_ESTIMATORS
 from golden import KINDS, golden_cases
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from problems import ESTIMATORS, PROPERTY, WEIGHTS, Problem, as_ragged, make_problem
 
@@ -287,6 +287,15 @@ def problems(draw, estimators=ESTIMATORS, weights=tuple(WEIGHTS), **fixed):
     return make_problem(draw(st.sampled_from(estimators)), draw(st.sampled_from(weights)), **arguments)
 
 
+def has_a_tail_of_its_own(problem: Problem) -> bool:
+    """Whether log(1 - Q) does not hang on how Q was rounded: it was recorded, there is none, or it is large."""
+    head = problem.sampler
+    if not isinstance(head, TopKHead) or head.log_tail_mass is not None or head.ids.shape[1] == problem.q.shape[1]:
+        return True
+    mass = torch.where(head.ids >= 0, head.logprobs.exp(), 0.0).sum(dim=1)
+    return bool((1 - mass > 1e-3).all())
+
+
 def gradient_unit(problem: Problem, out) -> torch.Tensor:
     """`[n]` |A| max(1, w) / T: the size that errors of the gradient are measured in."""
     weight = out.metrics["importance_weight"].double().clamp(min=1.0)
@@ -379,6 +388,7 @@ def test_on_policy_the_correction_is_zero(problem):
 def test_the_order_of_the_record_does_not_matter(problem, random):
     if not isinstance(problem.sampler, TopKHead | Support | Draws):
         return
+    assume(has_a_tail_of_its_own(problem))
     order = list(range(problem.sampler.ids.shape[1]))
     random.shuffle(order)
     shuffled = dataclasses.replace(
@@ -425,6 +435,7 @@ def test_ragged_rows_are_rectangular_rows(problem, chunk_rows, shorten):
         in_head = torch.zeros_like(problem.q).scatter_reduce(1, sampler.ids.clamp(min=0), kept.double(), "amax")
         sampler = dataclasses.replace(sampler, log_tail_mass=(problem.q * (1 - in_head)).sum(1).log())
     rectangular = problem.replace(sampler=sampler)
+    assume(has_a_tail_of_its_own(rectangular))
     assert_same(rectangular, rectangular.run(sampler=as_ragged(sampler), chunk_rows=chunk_rows))
 
 

@@ -1,5 +1,30 @@
-"""Rollouts: their schema, and (later) their buffer."""
+"""Rollouts: what they are, and the buffer that carries them from samplers to the trainer."""
 
+from .codec import HeadPolicy
+from .cursor import Cursor
+from .problem import BufferRefusedError, Problem
+from .reader import EndOfBufferError, Group, GroupRef, RolloutReader
 from .rollout import Rollout, RolloutError
+from .schema import ExpertRoutes, Manifest, SamplerFingerprint
+from .table import RolloutTable
+from .validate import Trainer
+from .writer import RolloutWriter
 
-__all__ = ["Rollout", "RolloutError"]
+__all__ = [
+    "BufferRefusedError",
+    "Cursor",
+    "EndOfBufferError",
+    "ExpertRoutes",
+    "Group",
+    "GroupRef",
+    "HeadPolicy",
+    "Manifest",
+    "Problem",
+    "Rollout",
+    "RolloutError",
+    "RolloutReader",
+    "RolloutTable",
+    "RolloutWriter",
+    "SamplerFingerprint",
+    "Trainer",
+]
