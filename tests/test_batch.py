@@ -211,3 +211,32 @@ def broadcast_on_rank(distribution: str, width: int) -> tuple[bool, int]:
 @pytest.mark.parametrize(("distribution", "width"), [("head", 8), ("draws", 4), ("none", 0)])
 def test_broadcast_is_one_collective_and_exact(distribution, width):
     assert run_ranks(broadcast_on_rank, 2, distribution, width) == [(True, 1), (True, 1)]
+
+
+@pytest.mark.parametrize(
+    ("field", "at", "value", "message"),
+    [
+        ("prompt_ids", (1,), 40, "position 1: prompt_ids is 40, outside the true vocabulary"),
+        ("response_ids", (0,), -3, "position 0: response_ids is -3, outside the true vocabulary"),
+        ("head_ids", (0, 2), 30, "position 0: head_ids is 30, outside the true vocabulary"),
+        ("draw_ids", (0, 1), -1, "position 0: draw_ids is -1, outside the true vocabulary"),
+        ("head_logprobs", (0, 2), np.nan, "position 0, entry 2: head_logprobs is nan"),
+        ("draw_logprobs", (0, 1), 0.5, "position 0, entry 1: draw_logprobs is 0.5"),
+    ],
+)
+def test_a_bad_value_is_named_by_rollout_position_and_field(field, at, value, message):
+    (rollout,) = make_rollouts(1, 1, vocab=30, head=8, seed=1)
+    rollout.response_mask[:] = True
+    layout = BatchLayout(1, 16, "head", 8, true_vocab_size=30)
+    collate([rollout], [1.0], 0, layout)
+    values = getattr(rollout, field).copy()
+    values[at] = value
+    with pytest.raises(RolloutError, match=f"rollout of group 0, {message}"):
+        collate([dataclasses.replace(rollout, **{field: values})], [1.0], 0, layout)
+
+
+def test_what_a_masked_position_records_is_not_looked_at():
+    (rollout,) = make_rollouts(1, 1, vocab=30, head=8, seed=1)
+    rollout.response_mask[0] = False
+    rollout.head_ids[0], rollout.head_logprobs[0] = 99, np.nan
+    collate([rollout], [1.0], 0, BatchLayout(1, 16, "head", 8, true_vocab_size=30))

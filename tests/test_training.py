@@ -117,6 +117,13 @@ def test_recorded_rollouts_of_the_other_kind_are_refused(tmp_path):
         train(f"{CENTERED} --head-size 4", 1, tmp_path / "metrics.jsonl")
 
 
+@pytest.mark.parametrize("groups", [2, 8])
+def test_a_source_that_gives_another_number_of_rollouts_is_refused(groups, tmp_path):
+    """Too few must not be asked for twice, and too many must not be left over."""
+    with pytest.raises(RankError, match=f"gave {2 * groups} rollouts to this data-parallel rank, but a step takes 8"):
+        train(CENTERED, 1, tmp_path / "metrics.jsonl", groups=groups)
+
+
 def test_a_step_without_a_trainable_token_is_skipped(tmp_path):
     lines = train(CENTERED, 2, tmp_path / "metrics.jsonl", masked_steps=(1,))
     assert [line["skipped"] for line in lines] == [0, 1, 1]

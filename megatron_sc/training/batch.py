@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..objective import Draws, FullVocabulary, SamplerDistribution, Support, TopKHead
 from ..rollouts import Rollout, RolloutError
+from ..vocab_parallel.check import LOGPROB_TOLERANCE
 from .config import Distribution
 
 
@@ -30,12 +31,24 @@ class BatchLayout:
         seq_length: s, positions a rollout; shorter ones are padded with mask False.
         distribution: what is recorded of the sampler.
         width: entries a position: head or support size, number of draws, or the true vocabulary size.
+        true_vocab_size: ids at or above it are refused; None: ids are not checked.
     """
 
     micro_batch_size: int
     seq_length: int
     distribution: Distribution
     width: int
+    true_vocab_size: int | None = None
+
+    @property
+    def id_width(self) -> int:
+        """Recorded ids a position."""
+        return self.width if self.distribution in ("head", "support", "draws") else 0
+
+    @property
+    def logprob_width(self) -> int:
+        """Recorded log-probabilities a position."""
+        return self.width if self.distribution != "none" else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +105,9 @@ def collate(rollouts: Sequence[Rollout], advantages: Sequence[float], step: int,
     Raises:
         RolloutError: for a rollout that does not fit or lacks what ``--sampler-distribution`` needs. Nothing is cut.
     """
-    b, s, width = layout.micro_batch_size, layout.seq_length, layout.width
+    b, s = layout.micro_batch_size, layout.seq_length
     if len(rollouts) != b:
         raise ValueError(f"a micro-batch needs --micro-batch-size {b} rollouts, got {len(rollouts)}")
-    entries = width if layout.distribution in ("head", "support", "draws") else 0
-    numbers = width if layout.distribution != "none" else 0
     values: dict[str, npt.NDArray[np.float32 | np.int32]] = {
         "tokens": np.zeros((b, s), np.int32),
         "sampled_ids": np.zeros((b, s), np.int32),
@@ -105,15 +116,18 @@ def collate(rollouts: Sequence[Rollout], advantages: Sequence[float], step: int,
         "sampled_logprobs": np.zeros((b, s), np.float32),
         "temperature": np.ones((b, s), np.float32),
         "staleness": np.zeros((b, s), np.float32),
-        "ids": np.full((b, s, entries), -1, np.int32),
-        "logprobs": np.full((b, s, numbers), -np.inf, np.float32),
+        "ids": np.full((b, s, layout.id_width), -1, np.int32),
+        "logprobs": np.full((b, s, layout.logprob_width), -np.inf, np.float32),
         "log_tail_mass": np.full((b, s), np.nan, np.float32),
         "per_rollout": np.full((b, len(Batch.PER_ROLLOUT)), np.nan, np.float32),
     }
     for i, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True)):
         name = f"rollout of group {rollout.group_id}"
         if len(rollout) > s:
-            raise RolloutError(f"{name} has {len(rollout)} tokens but --seq-length is {s}")
+            raise RolloutError(
+                f"{name} has {len(rollout)} tokens but --seq-length is {s}; raise it, or leave the rollout out"
+            )
+        _check_values(rollout, layout, name)
         prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)
         at = slice(prompt - 1, prompt - 1 + response)  # response token j is predicted at position P - 1 + j
         values["tokens"][i, :prompt] = rollout.prompt_ids
@@ -209,8 +223,6 @@ def sampler_distribution(batch: Batch, distribution: Distribution) -> SamplerDis
 
 def _shapes(layout: BatchLayout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     b, s = layout.micro_batch_size, layout.seq_length
-    entries = layout.width if layout.distribution in ("head", "support", "draws") else 0
-    numbers = layout.width if layout.distribution != "none" else 0
     per_position = {
         "tokens": torch.int32,
         "sampled_ids": torch.int32,
@@ -222,10 +234,39 @@ def _shapes(layout: BatchLayout) -> dict[str, tuple[torch.dtype, tuple[int, ...]
         "log_tail_mass": torch.float32,
     }
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {name: (t, (b, s)) for name, t in per_position.items()}
-    shapes["ids"] = (torch.int32, (b, s, entries))
-    shapes["logprobs"] = (torch.float32, (b, s, numbers))
+    shapes["ids"] = (torch.int32, (b, s, layout.id_width))
+    shapes["logprobs"] = (torch.float32, (b, s, layout.logprob_width))
     shapes["per_rollout"] = (torch.float32, (b, len(Batch.PER_ROLLOUT)))
     return shapes
+
+
+def _check_values(rollout: Rollout, layout: BatchLayout, name: str) -> None:
+    """Ids are in the true vocabulary (masked tokens too: the model embeds them), log-probabilities are <= 0."""
+    trained = rollout.response_mask.astype(bool)
+    size = layout.true_vocab_size
+    ids = {"prompt_ids": rollout.prompt_ids, "response_ids": rollout.response_ids}
+    recorded = {"head_ids": rollout.head_ids, "draw_ids": rollout.draw_ids}
+    for field, values in (ids | recorded).items():
+        if values is None or size is None:
+            continue
+        bad = (
+            values >= size if field == "head_ids" else (values >= size) | (values < 0)
+        )  # heads are padded with ids < 0
+        if field in recorded:
+            bad = bad & trained[:, None]
+        if bad.any():
+            at = tuple(int(i) for i in np.argwhere(bad)[0])
+            raise RolloutError(
+                f"{name}, position {at[0]}: {field} is {values[at]}, outside the true vocabulary [0, {size}); is "
+                "--true-vocab-size that of the sampler?"
+            )
+    for field, logprobs in {"head_logprobs": rollout.head_logprobs, "draw_logprobs": rollout.draw_logprobs}.items():
+        if logprobs is None:
+            continue
+        bad = (np.isnan(logprobs) | (logprobs > LOGPROB_TOLERANCE)) & trained[:, None]
+        if bad.any():
+            at = tuple(int(i) for i in np.argwhere(bad)[0])
+            raise RolloutError(f"{name}, position {at[0]}, entry {at[1]}: {field} is {logprobs[at]}; it must be <= 0")
 
 
 def _recorded(
@@ -250,7 +291,9 @@ def _recorded(
     size = rollout.head_ids.shape[1]
     if wanted != "full":
         if size > layout.width:
-            raise RolloutError(f"{name} records heads of {size} tokens, but --head-size is {layout.width}")
+            raise RolloutError(
+                f"{name} records heads of {size} tokens, but --head-size is {layout.width}; set it to {size} or more"
+            )
         return rollout.head_ids, rollout.head_logprobs
     if size != layout.width or (np.sort(rollout.head_ids, axis=1) != np.arange(size)).any():
         raise RolloutError(

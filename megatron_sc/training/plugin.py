@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 from torch import Tensor
@@ -120,7 +121,8 @@ class ScoreCentering:
         train = self._iterator(self._source(clean=False), args.micro_batch_size)
         if self._make_source is not None:
             return train, None, None
-        return train, self._iterator(self._source(clean=True), args.eval_micro_batch_size), None
+        validation = self._iterator(self._source(clean=True), args.eval_micro_batch_size, is_training=False)
+        return train, validation, None
 
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron: build it on every rank
 
@@ -198,7 +200,7 @@ class ScoreCentering:
             self._embedded = EmbeddedSampler(self.sampler, self.true_vocab_size, ParallelGroups.from_megatron())
         return SampledRollouts(self._embedded, clean)
 
-    def _iterator(self, source: RolloutSource, micro_batch_size: int) -> MicroBatches:
+    def _iterator(self, source: RolloutSource, micro_batch_size: int, is_training: bool = True) -> MicroBatches:
         args = get_args()
         widths = {
             "none": 0,
@@ -207,8 +209,10 @@ class ScoreCentering:
             "draws": self.sampler.num_draws,
             "full": self.true_vocab_size,
         }
-        layout = BatchLayout(micro_batch_size, args.seq_length, self.distribution, widths[self.distribution])
-        return MicroBatches(source, self.objective, layout, lambda: args.curr_iteration)
+        width = widths[self.distribution]
+        layout = BatchLayout(micro_batch_size, args.seq_length, self.distribution, width, self.true_vocab_size)
+        per_step = get_num_microbatches if is_training else None
+        return MicroBatches(source, self.objective, layout, lambda: args.curr_iteration, per_step)
 
 
 def _needs_rollouts(vp_stage: int | None) -> bool:

@@ -17,10 +17,18 @@ from .config import ObjectiveConfig
 
 
 class RolloutSource(Protocol):
-    """Gives this data-parallel rank its rollouts. The embedded sampler and the rollout buffer implement it."""
+    """Gives this data-parallel rank its rollouts, as a function of the step and of the data-parallel rank alone.
+
+    It is read on tensor-parallel rank 0 of the first and of the last pipeline stage and on every context-parallel rank,
+    and again for the same step after a resume: all these calls must return the same rollouts. A queue whose items are
+    gone once taken does not qualify.
+    """
 
     def rollouts(self, step: int) -> Sequence[Rollout]:
-        """All rollouts of optimizer step ``step`` for this data-parallel rank: whole groups, contiguous."""
+        """All rollouts of optimizer step ``step`` (the first is 0): whole groups, contiguous.
+
+        As many as ``--global-batch-size`` / data-parallel size.
+        """
         ...
 
 
@@ -78,15 +86,25 @@ class MicroBatches:
         objective: how advantages are computed.
         layout: shapes of a micro-batch.
         current_step: the optimizer step that is being computed.
+        per_step: micro-batches that Megatron takes in a step; None for validation, which may take any number.
+
+    Raises:
+        RolloutError: from ``next``, if the source gives another number of rollouts than the step takes.
     """
 
     def __init__(
-        self, source: RolloutSource, objective: ObjectiveConfig, layout: BatchLayout, current_step: Callable[[], int]
+        self,
+        source: RolloutSource,
+        objective: ObjectiveConfig,
+        layout: BatchLayout,
+        current_step: Callable[[], int],
+        per_step: Callable[[], int] | None = None,
     ):
         self.source = source
         self._objective = objective
         self.layout = layout
         self._current_step = current_step
+        self._per_step = per_step
         self._step = -1
         self._pending: deque[Batch] = deque()
 
@@ -108,8 +126,15 @@ class MicroBatches:
     def _load(self, step: int) -> list[Batch]:
         rollouts = list(self.source.rollouts(step))
         size = self.layout.micro_batch_size
+        if self._per_step is not None and len(rollouts) != self._per_step() * size:
+            raise RolloutError(
+                f"step {step}: the source gave {len(rollouts)} rollouts to this data-parallel rank, but a step takes "
+                f"{self._per_step() * size} (--global-batch-size / data-parallel size)"
+            )
         if not rollouts or len(rollouts) % size:
-            raise RolloutError(f"step {step}: {len(rollouts)} rollouts do not fill micro-batches of {size}")
+            raise RolloutError(
+                f"step {step}: {len(rollouts)} rollouts do not fill micro-batches of --micro-batch-size {size}"
+            )
         advantages = _advantages(rollouts, self._objective)
         return [
             collate(rollouts[i : i + size], advantages[i : i + size].tolist(), step, self.layout)
