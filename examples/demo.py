@@ -377,9 +377,10 @@ def reading(summaries: Sequence[Summary], methods: Sequence[Method]) -> str:
             if chosen:
                 lines.append(f"With {group} reward {verb}: " + ", ".join(f"{k} {number(v)}" for k, v in chosen) + ".")
     lines.append(
-        "What this cannot show: at this size IS and MIS survive on some seeds and not on others, and with group-centered"
-        " reward every method does. The article's gap between score centering and importance sampling is one of large models,"
-        " large vocabularies and long runs; all-positive reward is the hard case at any size."
+        "What this cannot show: at this size IS and MIS survive on some seeds and not on others,"
+        " and with group-centered reward every method does. The article's gap between score centering"
+        " and importance sampling is one of large models, large vocabularies and long runs;"
+        " all-positive reward is the hard case at any size."
     )
     return "\n".join(lines)
 
