@@ -16,12 +16,14 @@ from megatron_sc.rollouts import (
     BufferRefusedError,
     Cursor,
     EndOfBufferError,
+    GroupRef,
     HeadPolicy,
     Manifest,
     RolloutReader,
     RolloutTable,
     RolloutWriter,
     SamplerFingerprint,
+    balanced_shares,
 )
 from megatron_sc.rollouts.check import validate_buffer
 from megatron_sc.rollouts.ledger import Ledger
@@ -415,3 +417,44 @@ def test_the_worked_example_of_the_documentation(tmp_path, monkeypatch, capsys):
     data = pyarrow.dataset.dataset(shard).to_table()
     columns = text.partition("## Columns")[2].partition("## Manifest")[0].splitlines()
     assert [line.split("`")[1] for line in columns if line.startswith("| `")] == data.column_names
+
+
+# --- Poll and shares
+
+
+def test_poll_tells_ready_from_waiting_from_ended(tmp_path):
+    writer = RolloutWriter(tmp_path, MANIFEST)
+    writer.write(make_group(0))
+    writer.commit()
+    with RolloutReader(tmp_path, follow=True) as follower, RolloutReader(tmp_path) as reader:
+        for each in (follower, reader):
+            assert each.poll(1, 0) == "ready"
+            assert each.cursor.used == 0  # nothing is taken
+        assert (follower.poll(2, 0), reader.poll(2, 0)) == ("waiting", "ended")
+        writer.write(make_group(1))
+        writer.commit()
+        assert follower.poll(2, 0) == "ready"
+        assert numbers(follower.take(2, 0)) == [0, 1]
+        assert follower.poll(1, 1) == "waiting"
+        writer.finish_buffer()
+        assert follower.poll(1, 1) == "ended"
+
+
+def test_poll_gives_up_when_nothing_is_committed(tmp_path):
+    RolloutWriter(tmp_path, MANIFEST)
+    with RolloutReader(tmp_path, follow=True, timeout_seconds=0) as reader:
+        assert reader.poll(1, 0) == "waiting"
+        with pytest.raises(TimeoutError, match="nothing was committed for 0 s"):
+            reader.poll(1, 0)
+
+
+def test_balanced_shares_hold_equally_many_groups_and_about_equal_tokens():
+    tokens = [9, 1, 1, 8, 2, 7, 3, 1]
+    groups = [GroupRef(i, 1, count, 0) for i, count in enumerate(tokens)]
+    shares = balanced_shares(groups, 2)
+    assert sorted(ref.index for share in shares for ref in share) == list(range(8))
+    assert [len(share) for share in shares] == [4, 4]
+    assert [[ref.index for ref in share] for share in shares] == [sorted(ref.index for ref in s) for s in shares]
+    assert abs(sum(ref.tokens for ref in shares[0]) - sum(tokens) / 2) <= 2
+    with pytest.raises(ValueError, match="8 groups a step do not divide over 3 data-parallel ranks"):
+        balanced_shares(groups, 3)

@@ -10,7 +10,15 @@ from benchmarks.buffer_faults import make_group
 from benchmarks.rollouts import SHARES, bytes_a_token, make_table, measure_errors
 from megatron_sc.objective import TopKHead
 from megatron_sc.objective.reference import reference_position
-from megatron_sc.rollouts import HeadPolicy, Manifest, Rollout, RolloutReader, RolloutTable, RolloutWriter
+from megatron_sc.rollouts import (
+    HeadPolicy,
+    Manifest,
+    Rollout,
+    RolloutError,
+    RolloutReader,
+    RolloutTable,
+    RolloutWriter,
+)
 from megatron_sc.rollouts.codec import encode_heads, head_error_bound
 from megatron_sc.rollouts.ragged import row_sums
 from megatron_sc.rollouts.schema import ExpertRoutes
@@ -56,13 +64,19 @@ def test_lossless_is_bit_exact(tmp_path):
 
 def test_expert_routes_come_back(tmp_path):
     rollouts = make_rollouts(1, 2, vocab=96, head=8)
-    routes = [np.random.default_rng(i).integers(-1, 16, (len(r), 3, 2)) for i, r in enumerate(rollouts)]
+    routes = [np.random.default_rng(i).integers(-1, 16, (len(r), 3, 2), np.int16) for i, r in enumerate(rollouts)]
     with RolloutWriter(tmp_path, Manifest(96, expert_routes=ExpertRoutes(3, 2, 16))) as writer:
-        writer.write(rollouts, routes)
+        writer.write([replace(r, expert_routes=route) for r, route in zip(rollouts, routes, strict=True)])
     with RolloutReader(tmp_path) as reader:
-        table = reader.take(1, 0)[0].table
-    for row, wanted in enumerate(routes):
-        np.testing.assert_array_equal(table.expert_routes[row].reshape(-1, 3, 2), wanted)
+        found = reader.take(1, 0)[0].rollouts()
+    for rollout, wanted in zip(found, routes, strict=True):
+        np.testing.assert_array_equal(rollout.expert_routes, wanted)
+
+
+def test_expert_routes_of_another_length_are_refused():
+    rollout = make_rollouts(1, 1, vocab=96, head=8)[0]
+    with pytest.raises(RolloutError, match=r"expert_routes has shape \(3, 2, 2\) but must be \[\d+ tokens"):
+        replace(rollout, expert_routes=np.zeros((3, 2, 2), np.int16))
 
 
 def test_size_and_error_on_the_mixture():

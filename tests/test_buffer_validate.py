@@ -196,13 +196,12 @@ def test_positions_that_do_not_train_need_no_log_probability():
 
 
 def test_expert_routes_are_checked():
-    rollouts = group()
-    routes = [np.zeros((len(r), 2, 2), np.int16) for r in rollouts]
-    routes[1][3, 1, 0] = 8
+    rollouts = [replace(r, expert_routes=np.zeros((len(r), 2, 2), np.int16)) for r in group()]
+    rollouts[1].expert_routes[3, 1, 0] = 8
     manifest = Manifest(VOCAB, expert_routes=ExpertRoutes(2, 2, 8))
-    (found,) = problems(RolloutTable.from_rollouts(rollouts, routes), manifest)
+    (found,) = problems(RolloutTable.from_rollouts(rollouts), manifest)
     assert (found.row, found.field, found.value) == (1, "expert_routes", "8")
-    (found,) = problems(RolloutTable.from_rollouts(rollouts, routes))
+    (found,) = problems(RolloutTable.from_rollouts(rollouts))
     assert found.field == "length of expert_routes"
 
 

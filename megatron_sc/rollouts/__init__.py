@@ -3,7 +3,7 @@
 from .codec import HeadPolicy
 from .cursor import Cursor
 from .problem import BufferRefusedError, Problem
-from .reader import EndOfBufferError, Group, GroupRef, RolloutReader
+from .reader import EndOfBufferError, Group, GroupRef, RolloutReader, balanced_shares, equal_shares
 from .rollout import Rollout, RolloutError
 from .schema import ExpertRoutes, Manifest, SamplerFingerprint
 from .table import RolloutTable
@@ -27,4 +27,6 @@ __all__ = [
     "RolloutWriter",
     "SamplerFingerprint",
     "Trainer",
+    "balanced_shares",
+    "equal_shares",
 ]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from .prefetch import Prefetcher
 from .problem import BufferRefusedError, Problem
 from .quarantine import apply_policy
 from .rollout import Bool, Rollout
+from .schema import ExpertRoutes
 from .shard import Shard, group_sizes
 from .storage import open_storage
 from .table import RolloutTable
@@ -47,14 +48,17 @@ class Group:
     Attributes:
         ref: which.
         table: its rollouts, in columns.
+        routes: shape of its expert routes, where they are recorded.
     """
 
     ref: GroupRef
     table: RolloutTable
+    routes: ExpertRoutes | None = None
 
     def rollouts(self) -> list[Rollout]:
         """As objects. Their ``group_id`` is the group's number in the buffer, so that writers' ids cannot collide."""
-        return [self.table.as_rollout(row, self.ref.index) for row in range(len(self.table))]
+        routes = None if self.routes is None else (self.routes.layers, self.routes.topk)
+        return [self.table.as_rollout(row, self.ref.index, routes) for row in range(len(self.table))]
 
 
 Share = Callable[[Sequence[GroupRef], int], Sequence[Sequence[GroupRef]]]
@@ -71,6 +75,29 @@ def equal_shares(groups: Sequence[GroupRef], ranks: int) -> list[Sequence[GroupR
     if rest:
         raise ValueError(f"{len(groups)} groups a step do not divide over {ranks} data-parallel ranks")
     return [groups[rank * share : (rank + 1) * share] for rank in range(ranks)]
+
+
+def balanced_shares(groups: Sequence[GroupRef], ranks: int) -> list[Sequence[GroupRef]]:
+    """The same number of groups to each rank, with about as many tokens: the longest groups are dealt out first.
+
+    Each group goes to the rank with the fewest tokens so far among those that still lack groups. A rank's groups stay
+    in the order of use.
+
+    Raises:
+        ValueError: if they do not divide.
+    """
+    share = len(equal_shares(groups, ranks)[0])
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for place in sorted(range(len(groups)), key=lambda i: (-groups[i].tokens, i)):
+        rank = min((r for r in range(ranks) if len(dealt[r]) < share), key=lambda r: (tokens[r], r))
+        dealt[rank].append(place)
+        tokens[rank] += groups[place].tokens
+    return [[groups[place] for place in sorted(places)] for places in dealt]
+
+
+Availability = Literal["ready", "waiting", "ended"]
+"""Whether a step's groups are there, may come, or will never come."""
 
 
 class EndOfBufferError(Exception):
@@ -175,6 +202,7 @@ class RolloutReader:
         self._prefetcher: Prefetcher[tuple[int, int], tuple[RolloutTable, Bool]] = Prefetcher(
             self._load_row_group, lambda key: self._shard(key[0]).memory(key[1]), prefetch_bytes
         )
+        self._waiting_since: float | None = None
         self.dropped = 0
 
     @property
@@ -204,6 +232,30 @@ class RolloutReader:
         self._forget()
         self._look_ahead(groups, step)
         return result
+
+    def poll(self, groups: int, step: int) -> Availability:
+        """Whether ``take(groups, step)`` would return at once; looks at the ledger, takes nothing, never waits.
+
+        Raises:
+            TimeoutError: see ``timeout_seconds``.
+            BufferRefusedError: for a damaged ledger or footer.
+        """
+        there = self._availability(groups, step)
+        if there != "waiting":
+            self._waiting_since = None
+            return there
+        seen = len(self._ledger.shards)
+        self._ledger.refresh()
+        if self._waiting_since is None or len(self._ledger.shards) > seen:
+            self._waiting_since = time.monotonic()
+        elif self._timeout is not None and time.monotonic() > self._waiting_since + self._timeout:
+            raise TimeoutError(f"{self._storage.url}: nothing was committed for {self._timeout} s")
+        return self._availability(groups, step)
+
+    def _availability(self, groups: int, step: int) -> Availability:
+        if len(self._plan(groups, step, wait=False)[0]) == groups:
+            return "ready"
+        return "waiting" if self._follow and not self._ledger.closed else "ended"
 
     def close(self) -> None:
         """Stop prefetching."""
@@ -301,7 +353,7 @@ class RolloutReader:
         if not keep[start]:
             self.dropped += stop - start
             return None
-        return Group(ref, table.slice(start, stop))
+        return Group(ref, table.slice(start, stop), self.manifest.expert_routes)
 
     def _load_row_group(self, key: tuple[int, int]) -> tuple[RolloutTable, Bool]:
         shard = self._shard(key[0])

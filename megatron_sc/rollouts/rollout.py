@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+Int16 = npt.NDArray[np.int16]
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
@@ -46,6 +47,7 @@ class Rollout:
     head_is_support: bool = False  # the sampler truncated (top-p, top-k, min-p) and the head is all it could sample
     draw_ids: Int32 | None = None  # [R, K] drawn from the sampler, independently of the sampled token
     draw_logprobs: Float32 | None = None  # [R, K] log q of the draws
+    expert_routes: Int16 | None = None  # [P + R, MoE layers, top-k] experts of each input token; -1: none was reported
 
     finish_reason: str = "length"
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +78,13 @@ class Rollout:
             ids, logprobs = getattr(self, ids_name), getattr(self, logprobs_name)
             if ids is not None and logprobs is not None and ids.shape != logprobs.shape:
                 raise RolloutError(f"{name}: {ids_name} has shape {ids.shape} but {logprobs_name} has {logprobs.shape}")
+        if self.expert_routes is not None and (
+            self.expert_routes.ndim != 3 or len(self.expert_routes) != len(self.prompt_ids) + length
+        ):
+            raise RolloutError(
+                f"{name}: expert_routes has shape {self.expert_routes.shape} but must be [{len(self)} tokens of prompt "
+                "and response, MoE layers, top-k]"
+            )
         if len(self.prompt_ids) == 0:
             raise RolloutError(
                 f"{name}: prompt_ids is empty; the first response token needs a prefix to be predicted from"

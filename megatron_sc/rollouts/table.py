@@ -67,23 +67,17 @@ class RolloutTable:
     metadata: list[str]
 
     @classmethod
-    def from_rollouts(
-        cls, rollouts: Sequence[Rollout], expert_routes: Sequence[npt.NDArray[np.integer]] | None = None
-    ) -> Self:
+    def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Self:
         """Columns of these rollouts; padding of their heads (id < 0) is left out.
 
         Args:
             rollouts: n of them.
-            expert_routes: ``[P + R, layers, top-k]`` for each rollout, or None.
 
         Raises:
             RolloutError: for an advantage that is not finite, padding inside a head, or metadata that is not JSON.
         """
         heads = [_ragged_head(rollout) for rollout in rollouts]
         none = np.empty(0)
-        routes = [none] * len(rollouts) if expert_routes is None else expert_routes
-        if len(routes) != len(rollouts):
-            raise RolloutError(f"expert_routes has {len(routes)} entries for {len(rollouts)} rollouts")
 
         def column(get: Callable[[Rollout], Any], dtype: npt.DTypeLike) -> Ragged:
             values = [get(rollout) for rollout in rollouts]
@@ -104,7 +98,7 @@ class RolloutTable:
             log_tail_mass=column(lambda r: r.log_tail_mass, np.float32),
             draw_ids=column(lambda r: r.draw_ids, np.int32),
             draw_logprobs=column(lambda r: r.draw_logprobs, np.float32),
-            expert_routes=Ragged.from_rows([np.asarray(route) for route in routes], np.int16),
+            expert_routes=column(lambda r: None if r.expert_routes is None else r.expert_routes.ravel(), np.int16),
             head_is_support=np.array([r.head_is_support for r in rollouts], np.bool_),
             temperature=np.array([r.temperature for r in rollouts], np.float64),
             reward=np.array([r.reward for r in rollouts], np.float64),
@@ -139,12 +133,13 @@ class RolloutTable:
             return np.empty(0, np.int64)
         return np.concatenate([np.zeros(1, np.int64), np.flatnonzero(np.diff(self.group_id)) + 1])
 
-    def as_rollout(self, row: int, group_id: int | None = None) -> Rollout:
+    def as_rollout(self, row: int, group_id: int | None = None, routes: tuple[int, int] | None = None) -> Rollout:
         """One rollout; its flat fields are views, its head is padded to the widest position.
 
         Args:
             row: which.
             group_id: replaces the recorded one.
+            routes: MoE layers and top-k of recorded expert routes; None: they are left out.
         """
         length = int(self.response_ids.sizes[row])
 
@@ -175,6 +170,9 @@ class RolloutTable:
             head_is_support=bool(self.head_is_support[row]),
             draw_ids=None if draws is None else draws.reshape(length, -1),
             draw_logprobs=None if draw_logprobs is None else draw_logprobs.reshape(length, -1),
+            expert_routes=None
+            if routes is None or not len(self.expert_routes[row])
+            else self.expert_routes[row].reshape(-1, *routes),
             finish_reason=self.finish_reason[row],
             metadata=json.loads(self.metadata[row]),
         )

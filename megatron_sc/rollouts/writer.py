@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from .codec import encode_heads
 from .ledger import Ledger
@@ -72,23 +71,18 @@ class RolloutWriter:
         self._staged_groups: set[int] = set()
         self.dropped = 0
 
-    def write(
-        self,
-        rollouts: Sequence[Rollout] | RolloutTable,
-        expert_routes: Sequence[npt.NDArray[np.integer]] | None = None,
-    ) -> None:
+    def write(self, rollouts: Sequence[Rollout] | RolloutTable) -> None:
         """Validate and stage whole groups. Rollouts are copied; a table's arrays must not change until ``commit``.
 
         Args:
             rollouts: of one or more groups, those of a group next to each other. A group is what one call says it is:
                 the same id in another call is another group.
-            expert_routes: int ``[P + R, layers, top-k]`` for each rollout, where the manifest declares them.
 
         Raises:
             BufferRefusedError: naming the row among ``rollouts``, the position, the field and the value. Nothing of
                 this call is staged then.
         """
-        table = rollouts if isinstance(rollouts, RolloutTable) else RolloutTable.from_rollouts(rollouts, expert_routes)
+        table = rollouts if isinstance(rollouts, RolloutTable) else RolloutTable.from_rollouts(rollouts)
         kept = []
         for start, stop in _pieces(table, self._row_group_tokens):
             piece = table.slice(start, stop)
