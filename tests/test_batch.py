@@ -124,7 +124,7 @@ def test_full_vocabulary_is_put_in_the_order_of_ids():
         (BatchLayout(2, 16, "head", 4), "heads of 8 tokens, but --head-size is 4"),
         (BatchLayout(2, 16, "draws", 3), "records 4 draws, but --num-draws is 3"),
         (BatchLayout(2, 16, "full", 30), "full needs all: --head-size 30"),
-        (BatchLayout(3, 16, "head", 8), "--micro-batch-size 3 rollouts, got 2"),
+        (BatchLayout(1, 16, "head", 8), "a micro-batch has 1 rows, got 2 rollouts"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(layout, message):

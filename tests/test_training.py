@@ -113,8 +113,8 @@ def test_every_objective_trains_the_same_over_vocabulary_shards(objective, weigh
 
 
 def test_recorded_rollouts_of_the_other_kind_are_refused(tmp_path):
-    with pytest.raises(RankError, match="records heads of 8 tokens, but --head-size is 4"):
-        train(f"{CENTERED} --head-size 4", 1, tmp_path / "metrics.jsonl")
+    with pytest.raises(RankError, match="records a head, not a support: the sampler did not truncate; use head"):
+        train(f"{CENTERED} --sampler-distribution support", 1, tmp_path / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("groups", [2, 8])

@@ -8,8 +8,9 @@ from ..sampling import SamplerConfig
 from . import cpu
 from .config import ObjectiveConfig
 from .flags import add_flags, markdown_table
+from .rollout_config import RolloutConfig
 
-_SECTIONS = {"Objective": ObjectiveConfig, "Embedded sampler": SamplerConfig}
+_SECTIONS = {"Objective": ObjectiveConfig, "Rollout buffer": RolloutConfig, "Embedded sampler": SamplerConfig}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

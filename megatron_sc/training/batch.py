@@ -32,6 +32,7 @@ class BatchLayout:
         distribution: what is recorded of the sampler.
         width: entries a position: head or support size, number of draws, or the true vocabulary size.
         true_vocab_size: ids at or above it are refused; None: ids are not checked.
+        route_width: recorded experts a position, over all MoE layers; 0: routes are not used.
     """
 
     micro_batch_size: int
@@ -39,6 +40,7 @@ class BatchLayout:
     distribution: Distribution
     width: int
     true_vocab_size: int | None = None
+    route_width: int = 0
 
     @property
     def id_width(self) -> int:
@@ -66,6 +68,8 @@ class Batch:
         ids: int32 ``[b, s, width]`` head, support or draws; -1 is padding. ``[b, s, 0]`` for full and none.
         logprobs: float32 ``[b, s, width]``; -inf is padding.
         log_tail_mass: float32 ``[b, s]``; NaN where it was not recorded.
+        padding: int32 ``[b, s]``, 1 where there is no token of a rollout: what an MoE router must not count.
+        routes: int32 ``[b, s, route_width]``, the experts that the sampler used for the input token; -1: none reported.
         per_rollout: float32 ``[b, len(PER_ROLLOUT)]``, what is logged once a rollout; NaN where there is none.
     """
 
@@ -79,6 +83,8 @@ class Batch:
     ids: Tensor
     logprobs: Tensor
     log_tail_mass: Tensor
+    padding: Tensor
+    routes: Tensor
     per_rollout: Tensor
 
     PER_ROLLOUT: ClassVar[tuple[str, ...]] = ("reward", "accuracy", "response_length")
@@ -97,7 +103,7 @@ def collate(rollouts: Sequence[Rollout], advantages: Sequence[float], step: int,
     """Shift rollouts to prediction positions and pad them to ``layout``; CPU tensors.
 
     Args:
-        rollouts: b of them.
+        rollouts: at most b; the rows after them are empty.
         advantages: one a rollout.
         step: the trainer's step, for the staleness of each token.
         layout: see ``BatchLayout``.
@@ -106,8 +112,8 @@ def collate(rollouts: Sequence[Rollout], advantages: Sequence[float], step: int,
         RolloutError: for a rollout that does not fit or lacks what ``--sampler-distribution`` needs. Nothing is cut.
     """
     b, s = layout.micro_batch_size, layout.seq_length
-    if len(rollouts) != b:
-        raise ValueError(f"a micro-batch needs --micro-batch-size {b} rollouts, got {len(rollouts)}")
+    if len(rollouts) > b:
+        raise ValueError(f"a micro-batch has {b} rows, got {len(rollouts)} rollouts")
     values: dict[str, npt.NDArray[np.float32 | np.int32]] = {
         "tokens": np.zeros((b, s), np.int32),
         "sampled_ids": np.zeros((b, s), np.int32),
@@ -119,6 +125,8 @@ def collate(rollouts: Sequence[Rollout], advantages: Sequence[float], step: int,
         "ids": np.full((b, s, layout.id_width), -1, np.int32),
         "logprobs": np.full((b, s, layout.logprob_width), -np.inf, np.float32),
         "log_tail_mass": np.full((b, s), np.nan, np.float32),
+        "padding": np.ones((b, s), np.int32),
+        "routes": np.full((b, s, layout.route_width), -1, np.int32),
         "per_rollout": np.full((b, len(Batch.PER_ROLLOUT)), np.nan, np.float32),
     }
     for i, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True)):
@@ -132,6 +140,9 @@ def collate(rollouts: Sequence[Rollout], advantages: Sequence[float], step: int,
         at = slice(prompt - 1, prompt - 1 + response)  # response token j is predicted at position P - 1 + j
         values["tokens"][i, :prompt] = rollout.prompt_ids
         values["tokens"][i, prompt : prompt + response] = rollout.response_ids
+        values["padding"][i, : len(rollout)] = 0
+        if layout.route_width:
+            values["routes"][i, : len(rollout)] = _routes(rollout, layout, name)
         values["sampled_ids"][i, at] = rollout.response_ids
         values["mask"][i, at] = rollout.response_mask
         values["advantages"][i, at] = advantage
@@ -232,10 +243,12 @@ def _shapes(layout: BatchLayout) -> dict[str, tuple[torch.dtype, tuple[int, ...]
         "temperature": torch.float32,
         "staleness": torch.float32,
         "log_tail_mass": torch.float32,
+        "padding": torch.int32,
     }
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {name: (t, (b, s)) for name, t in per_position.items()}
     shapes["ids"] = (torch.int32, (b, s, layout.id_width))
     shapes["logprobs"] = (torch.float32, (b, s, layout.logprob_width))
+    shapes["routes"] = (torch.int32, (b, s, layout.route_width))
     shapes["per_rollout"] = (torch.float32, (b, len(Batch.PER_ROLLOUT)))
     return shapes
 
@@ -267,6 +280,16 @@ def _check_values(rollout: Rollout, layout: BatchLayout, name: str) -> None:
         if bad.any():
             at = tuple(int(i) for i in np.argwhere(bad)[0])
             raise RolloutError(f"{name}, position {at[0]}, entry {at[1]}: {field} is {logprobs[at]}; it must be <= 0")
+
+
+def _routes(rollout: Rollout, layout: BatchLayout, name: str) -> npt.NDArray[np.int16]:
+    """int16 ``[P + R, route_width]``."""
+    routes = rollout.expert_routes
+    if routes is None:
+        raise RolloutError(f"{name} records no expert routes, but --moe-enable-routing-replay needs them")
+    if routes[0].size != layout.route_width:
+        raise RolloutError(f"{name} records {routes[0].size} experts a token, but the model uses {layout.route_width}")
+    return routes.reshape(len(routes), -1)
 
 
 def _recorded(

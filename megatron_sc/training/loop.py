@@ -1,16 +1,17 @@
-"""Megatron's own training loop, with two additions: it leaves everything alone on a step that trains no token, and it
-can write a metrics file.
+"""Megatron's own training loop, with three additions: it leaves everything alone on a step that trains no token, it
+begins a step by agreeing on its recorded rollouts, and it can write a metrics file.
 
     from megatron_sc.training.loop import pretrain
 
     pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step, metrics_path="metrics.jsonl")
 
-Both are wrappers around functions of ``megatron.training.training`` for the length of one call; nothing stays replaced.
+All are wrappers around functions of ``megatron.training.training`` for the length of one call; nothing stays replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -56,6 +57,10 @@ def hooked_training_loop(metrics_path: str | os.PathLike[str] | None = None) -> 
     "skipped iterations". Megatron alone would run the optimizer on zero gradients, and momentum and weight decay would
     move the weights. This needs ``--calculate-per-token-loss``, with which Megatron counts tokens in the first place.
 
+    Where rollouts come from a buffer (see ``feed``), a step first takes its share of them, on all ranks or on none; the
+    place in the buffer is saved with Megatron's checkpoints and taken up again; and when the buffer has ended, training
+    ends as ``--exit-interval`` would end it, with a checkpoint.
+
     Args:
         metrics_path: Append one JSON object per logged step (``--log-interval``) and per evaluation to this file. Keys:
             "step", "split" ("train", "valid" or "test"), "skipped" (steps skipped so far), for "train" also "grad_norm"
@@ -67,25 +72,43 @@ def hooked_training_loop(metrics_path: str | os.PathLike[str] | None = None) -> 
     Raises:
         ValueError: inside, for ``--optimizer-cuda-graph``: a captured step cannot be skipped.
     """
-    from megatron.training import training
+    from megatron.training import checkpointing, training
 
     hooks = _Hooks(training, MetricsFile(Path(metrics_path)) if metrics_path is not None else None)
     with contextlib.ExitStack() as stack:
-        for name in ("setup_model_and_optimizer", "training_log", "evaluate_and_print_results", "evaluate"):
+        for name in HOOKED:
             stack.callback(setattr, training, name, getattr(training, name))
             setattr(training, name, getattr(hooks, name))
+        stack.callback(setattr, checkpointing, "check_checkpoint_args", checkpointing.check_checkpoint_args)
+        checkpointing.check_checkpoint_args = taking_up_cursor(checkpointing.check_checkpoint_args)
         stack.callback(hooks.close)
         yield
+
+
+HOOKED = ("setup_model_and_optimizer", "train_step", "training_log", "evaluate_and_print_results", "evaluate")
+"""Functions of ``megatron.training.training``."""
+
+
+def taking_up_cursor(check_checkpoint_args: Callable[..., None]) -> Callable[..., None]:
+    """Wrap what Megatron calls with the arguments of the checkpoint it resumes from (not with ``--finetune``).
+
+    The place in the rollout buffer is one of them, so it is saved and found with the checkpoint, never beside it.
+    """
+
+    def checked(checkpoint_args: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron.training import get_args
+
+        check_checkpoint_args(checkpoint_args, *args, **kwargs)
+        get_args().rollout_cursor = getattr(checkpoint_args, "rollout_cursor", None)
+
+    return checked
 
 
 class _Hooks:
     """Wrappers of the functions of ``megatron.training.training`` whose names they bear."""
 
     def __init__(self, training: Any, metrics: MetricsFile | None):
-        self._stock = {
-            name: getattr(training, name)
-            for name in ("setup_model_and_optimizer", "training_log", "evaluate_and_print_results", "evaluate")
-        }
+        self._stock = {name: getattr(training, name) for name in HOOKED}
         self._finalize_model_grads = training.finalize_model_grads
         self._tokens = TrainableTokens()
         self._metrics = metrics
@@ -116,6 +139,46 @@ class _Hooks:
         if self._metrics is not None and _is_last_rank():
             self._metrics.open(get_args().iteration)
         return model, optimizer, scheduler
+
+    def train_step(
+        self,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        config: Any,
+        forward_backward_func: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Begin with the step's rollouts, where they come from a feed: it says how many micro-batches there are."""
+        from megatron.training import get_args
+
+        from .feed import feed_of
+
+        def train_step(forward_backward_func: Callable[..., Any]) -> Any:
+            return self._stock["train_step"](
+                forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func,
+                *args, **kwargs,
+            )  # fmt: skip
+
+        feed = feed_of(data_iterator)
+        if feed is None:
+            return train_step(forward_backward_func)
+        step = get_args().curr_iteration
+        count = feed.begin_step(step)
+        if count is None:
+            if _is_last_rank():
+                print(f"> the rollout buffer has ended: training stops after step {step}", flush=True)
+            return {}, 0, _is_unsaved(get_args(), step), True, 0, None, None, 0
+        if feed.varies:
+            config.variable_seq_lengths = True  # pipeline stages tell each other the shapes
+        result = train_step(functools.partial(_with_micro_batches, forward_backward_func, count))
+        exits = result[3]  # the step was not finished
+        if not exits:
+            get_args().rollout_cursor = feed.cursor
+        return result
 
     def training_log(
         self,
@@ -255,6 +318,17 @@ class MetricsFile:
             return []
         lines = self.path.read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _with_micro_batches(forward_backward_func: Callable[..., Any], count: int, **kwargs: Any) -> Any:
+    """Megatron's schedule with another number of micro-batches than the batch-size flags say."""
+    return forward_backward_func(**{**kwargs, "num_microbatches": count})
+
+
+def _is_unsaved(args: Any, step: int) -> bool:
+    """Whether the state after ``step`` steps should be saved and has not been."""
+    saved = step == args.iteration or (args.save_interval and step % args.save_interval == 0)
+    return args.save is not None and not saved
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import mpu
-from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args, get_timers
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.training import get_args, get_timers, print_rank_0
 from torch import Tensor
 
+from ..precision.alignment import Parallel, accept_padding_mask, alignment, check_alignment, stage_padding_mask
+from ..rollouts import ExpertRoutes, RolloutWriter
 from ..sampling import EmbeddedSampler, ParallelGroups, SamplerConfig
+from ..sampling.record import sampler_manifest
 from ..vocab_parallel.self_check import require_centered, self_check
 from .batch import Batch, BatchLayout, broadcast, position_ids, slice_context
+from .buffer import open_buffer
 from .config import Distribution, ObjectiveConfig
+from .feed import AlwaysReady, BufferSource, FedMicroBatches, FeedLayout, Place, RolloutFeed, StepSource
 from .flags import from_args
 from .loss_func import loss_func
 from .output_processor import LossContext, centered_output_processor
-from .source import MicroBatches, RolloutSource, SampledRollouts
+from .replay import RouteReplay
+from .rollout_config import RolloutConfig
+from .source import RolloutSource, SampledMicroBatches, SampledRollouts
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
@@ -32,8 +38,9 @@ class ScoreCentering:
     Args:
         objective: the loss.
         sampler: the embedded sampler's settings; used when ``source`` is None.
-        source: where rollouts come from; None: the embedded sampler.
         true_vocab_size: the vocabulary without padding.
+        rollouts: the buffer's settings.
+        source: where rollouts come from; None: the buffer, or where there is none the embedded sampler.
     """
 
     def __init__(
@@ -41,15 +48,21 @@ class ScoreCentering:
         objective: ObjectiveConfig,
         sampler: SamplerConfig,
         true_vocab_size: int,
+        rollouts: RolloutConfig | None = None,
         source: Callable[[], RolloutSource] | None = None,
     ):
         self.objective = objective
         self.sampler = sampler
         self.true_vocab_size = true_vocab_size
+        self.rollouts = rollouts or RolloutConfig()
         self._make_source = source
+        self._is_embedded = source is None and self.rollouts.rollout_path is None
         self._embedded: EmbeddedSampler | None = None
+        self._feed: RolloutFeed | None = None
+        self._recorded_routes: ExpertRoutes | None = None
+        self._chunks: dict[int, RouteReplay | None] = {}  # MoE model chunks that were prepared, by id
         self._checked = False
-        if source is None and sampler.sampler == "demonstrations":
+        if self._is_embedded and sampler.sampler == "demonstrations":
             self.distribution: Distribution = "none"
         else:
             self.distribution = objective.sampler_distribution
@@ -60,14 +73,15 @@ class ScoreCentering:
 
         Args:
             args: with the flags of ``add_arguments``; ``--loss-correction`` must be given.
-            source: makes this rank's source of rollouts, once Megatron's process groups exist; None: the embedded
-                sampler.
+            source: makes this rank's source of rollouts, once Megatron's process groups exist; None: the buffer of
+                ``--rollout-path``, or without one the embedded sampler.
 
         Raises:
             ValueError: naming the flags that contradict each other, and what to set.
         """
         objective = from_args(ObjectiveConfig, args)
         sampler = from_args(SamplerConfig, args)
+        rollouts = from_args(RolloutConfig, args)
         true_vocab_size = objective.true_vocab_size or args.vocab_size
         if objective.loss_correction is None:
             raise ValueError("--loss-correction is absent: nothing to train from rollouts")
@@ -89,40 +103,82 @@ class ScoreCentering:
             raise ValueError("--sampler-distribution draws needs --num-draws >= 1")
         if objective.sampler_distribution in ("head", "support") and sampler.head_size == 0:
             raise ValueError(f"--sampler-distribution {objective.sampler_distribution} needs --head-size >= 1")
-        plugin = cls(objective, sampler, true_vocab_size, source)
+        if source is not None and rollouts.rollout_path is not None:
+            raise ValueError("--rollout-path: this script brings its own source of rollouts; remove the flag")
+        plugin = cls(objective, sampler, true_vocab_size, rollouts, source)
         if source is None:
+            plugin._check_batch_size(args)
+        if plugin._is_embedded:
             plugin._check_embedded(args)
         else:
-            args.eval_iters = (
-                0  # recorded rollouts have no validation set, and Megatron asks for one where this is not 0
-            )
+            plugin._check_recorded(args)
+            # Recorded rollouts have no validation set, and Megatron asks for one where this is not 0.
+            args.eval_iters = 0
         return plugin
 
-    def _check_embedded(self, args: argparse.Namespace) -> None:
+    def _check_batch_size(self, args: argparse.Namespace) -> None:
         rollouts = self.sampler.prompts_per_step * self.sampler.samples_per_prompt
         if args.global_batch_size != rollouts:
             raise ValueError(
                 f"--global-batch-size {args.global_batch_size} must equal --prompts-per-step "
                 f"{self.sampler.prompts_per_step} x --samples-per-prompt {self.sampler.samples_per_prompt} = {rollouts}"
             )
+        if self.sampler.prompts_per_step % args.data_parallel_size:
+            raise ValueError(
+                f"--prompts-per-step {self.sampler.prompts_per_step} does not divide over {args.data_parallel_size} "
+                "data-parallel ranks"
+            )
+
+    def _check_recorded(self, args: argparse.Namespace) -> None:
+        if args.iterations_to_skip:
+            raise ValueError("--iterations-to-skip would skip a step but not its rollouts; remove it")
+        if self.rollouts.micro_batch_tokens is None:
+            check_alignment(args)
+        else:
+            if args.moe_token_dispatcher_type == "allgather" and args.num_experts:
+                raise ValueError(
+                    "--micro-batch-tokens makes micro-batches of different shapes, which --moe-token-dispatcher-type "
+                    "allgather cannot take; use alltoall"
+                )
+            if args.cuda_graph_impl != "none":
+                raise ValueError(
+                    "--micro-batch-tokens makes micro-batches of different shapes, which a captured graph cannot take; "
+                    "remove it or --cuda-graph-impl"
+                )
+
+    def _check_embedded(self, args: argparse.Namespace) -> None:
+        for flag, given in (
+            ("--micro-batch-tokens", self.rollouts.micro_batch_tokens is not None),
+            ("--moe-enable-routing-replay", args.moe_enable_routing_replay),
+        ):
+            if given:
+                raise ValueError(f"{flag} needs recorded rollouts: --rollout-path")
         truncates = self.sampler.sampler_top_p < 1 or self.sampler.sampler_top_k > 0
         if truncates and self.distribution == "head":
             raise ValueError("--sampler-top-p and --sampler-top-k truncate: use --sampler-distribution support")
 
     def datasets_provider(
         self, train_val_test_num_samples: list[int], vp_stage: int | None = None
-    ) -> tuple[MicroBatches, MicroBatches | None, None]:
+    ) -> tuple[Iterator[tuple[Batch | None, BatchLayout]], SampledMicroBatches | None, None]:
         """``train_valid_test_datasets_provider``: iterators over micro-batches, on every rank.
 
         Validation draws rollouts of the trainer's own weights, so it reports the trainer's accuracy; it exists only for
         the embedded sampler.
         """
         args = get_args()
-        train = self._iterator(self._source(clean=False), args.micro_batch_size)
-        if self._make_source is not None:
-            return train, None, None
-        validation = self._iterator(self._source(clean=True), args.eval_micro_batch_size, is_training=False)
-        return train, validation, None
+        if not self._is_embedded:
+            if self._feed is None:  # one for all model chunks of an interleaved pipeline
+                self._feed = self._make_feed(args)
+            return FedMicroBatches(self._feed), None, None
+        if self._embedded is None:
+            self._embedded = EmbeddedSampler(self.sampler, self.true_vocab_size, ParallelGroups.from_megatron())
+        train = SampledRollouts(self._embedded, clean=False, record=self._recorder())
+        validation = SampledRollouts(self._embedded, clean=True)
+        return (
+            SampledMicroBatches(train, self.objective, self._layout(args.micro_batch_size), _current_step),
+            SampledMicroBatches(validation, self.objective, self._layout(args.eval_micro_batch_size), _current_step),
+            None,
+        )
 
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron: build it on every rank
 
@@ -147,6 +203,9 @@ class ScoreCentering:
 
         if batch is None:
             return model(None, None, None), _no_loss
+        options = self._moe_options(batch, model, args)
+        if not (_is_first_stage(vp_stage) or _is_last_stage(vp_stage)):
+            return model(None, None, None, **options), _no_loss
         group = mpu.get_tensor_model_parallel_group()
         if not self._checked and mpu.is_pipeline_last_stage(ignore_virtual=True):
             self._self_check(batch.tokens.device)
@@ -156,8 +215,8 @@ class ScoreCentering:
         )  # fmt: skip
         cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
         inputs = (batch.tokens.long(), position_ids(batch, cp_rank, cp_size), None)
-        hook = {"output_processor": centered_output_processor, "output_processor_context": context}
-        reported = tuple(name for name in Batch.PER_ROLLOUT if name != "accuracy" or self._make_source is None)
+        hook = {"output_processor": centered_output_processor, "output_processor_context": context, **options}
+        reported = tuple(name for name in Batch.PER_ROLLOUT if name != "accuracy" or self._is_embedded)
         finish = partial(loss_func, batch, context.metric_names, reported, args.check_for_nan_in_loss_and_grad)
         if return_schedule_plan:
             if not args.overlap_moe_expert_parallel_comm:
@@ -166,19 +225,34 @@ class ScoreCentering:
         return model(*inputs, **hook), finish
 
     def _next_batch(self, data_iterator: Any, model: Any, vp_stage: int | None) -> Batch | None:
-        """This rank's positions of the next micro-batch; None on a middle pipeline stage, which needs none."""
-        iterator: MicroBatches = getattr(data_iterator, "iterable", data_iterator)  # Megatron wraps it for replays
-        is_sampled = isinstance(iterator.source, SampledRollouts)
-        if isinstance(iterator.source, SampledRollouts):
-            iterator.source.model = model
-        elif not _needs_rollouts(vp_stage):
+        """This rank's positions of the next micro-batch; None on a pipeline stage that needs none."""
+        iterator = getattr(data_iterator, "iterable", data_iterator)  # Megatron wraps it for replays
+        if isinstance(iterator, SampledMicroBatches):
+            iterator.source.model = model  # sampling is collective; tensor-parallel rank 0's rollouts are the ones used
+        elif not _trains(get_args(), vp_stage):
             return None
-        # Sampling is collective, so every tensor-parallel rank takes part; rank 0's rollouts are the ones used.
-        is_first = mpu.get_tensor_model_parallel_rank() == 0
-        batch = next(data_iterator) if is_first or is_sampled else None
-        device = next(model.parameters()).device
-        batch = broadcast(batch if is_first else None, iterator.layout, mpu.get_tensor_model_parallel_group(), device)
+        batch, layout = next(data_iterator)
+        group, device = mpu.get_tensor_model_parallel_group(), next(model.parameters()).device
+        batch = broadcast(batch if mpu.get_tensor_model_parallel_rank() == 0 else None, layout, group, device)
         return slice_context(batch, mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+
+    def _moe_options(self, batch: Batch, model: Any, args: argparse.Namespace) -> dict[str, Any]:
+        """What an MoE model's forward pass takes besides: routers must not count padding, and may have routes set."""
+        if not args.num_experts:
+            return {}
+        config, parallel, rank = get_model_config(model), Parallel.from_args(args), mpu.get_tensor_model_parallel_rank()
+        if id(model) not in self._chunks:
+            accept_padding_mask(model)
+            routes = self._recorded_routes
+            self._chunks[id(model)] = None if routes is None else RouteReplay(model, config, routes)
+        replay = self._chunks[id(model)]
+        if replay is not None:
+            parts = parallel.tensor if parallel.sequence else 1
+            replay.set_routes(batch.routes, args.curr_iteration, rank % parts, parts)
+        if "quantile_balancing" in config.moe_router_load_balancing_type:
+            return {}  # takes no padding mask
+        is_first = get_attr_wrapped_model(model, "pre_process")
+        return {"padding_mask": stage_padding_mask(batch.padding.bool(), is_first, parallel, rank)}
 
     def _self_check(self, device: torch.device) -> None:
         """Stop before the first step if the configured loss does not center; collective over tensor-parallel ranks."""
@@ -193,15 +267,62 @@ class ScoreCentering:
             found = f"expected update {result.centered:.1e}, without centering {result.uncentered:.1e}"
             print(f"> self-check of {what}: {found}", flush=True)
 
-    def _source(self, clean: bool) -> RolloutSource:
+    def _make_feed(self, args: argparse.Namespace) -> RolloutFeed:
+        """Collective over all ranks."""
+        place = Place(
+            mpu.get_data_parallel_rank(),
+            mpu.get_data_parallel_world_size(),
+            mpu.get_tensor_model_parallel_group(),
+            torch.empty(0, device="cuda").device,  # the CPU, under training/cpu.py
+            any(_trains(args, stage) for stage in range(args.virtual_pipeline_model_parallel_size or 1)),
+        )
+        source: StepSource | None = None
         if self._make_source is not None:
-            return self._make_source()
-        if self._embedded is None:
-            self._embedded = EmbeddedSampler(self.sampler, self.true_vocab_size, ParallelGroups.from_megatron())
-        return SampledRollouts(self._embedded, clean)
+            source = AlwaysReady(self._make_source()) if place.reads else None
+        else:
+            assert self.rollouts.rollout_path is not None
+            opened = open_buffer(
+                self.rollouts, self.distribution, self.true_vocab_size, place, getattr(args, "rollout_cursor", None)
+            )
+            if opened.reader is not None:
+                source = BufferSource(opened.reader, self.sampler.prompts_per_step)
+            self._recorded_routes = self._check_routes(args, opened.manifest.expert_routes)
+        routes = self._recorded_routes
+        batch = self._layout(args.micro_batch_size, 0 if routes is None else routes.layers * routes.topk)
+        is_exact = self.rollouts.micro_batch_tokens is None and self.rollouts.rollout_policy == "refuse"
+        layout = FeedLayout(
+            batch,
+            self.rollouts.micro_batch_tokens,
+            alignment(args),
+            args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1,
+            args.global_batch_size // args.data_parallel_size if is_exact else None,
+        )
+        return RolloutFeed(source, self.objective, layout, place, notify=print_rank_0)
 
-    def _iterator(self, source: RolloutSource, micro_batch_size: int, is_training: bool = True) -> MicroBatches:
-        args = get_args()
+    def _check_routes(self, args: argparse.Namespace, recorded: ExpertRoutes | None) -> ExpertRoutes | None:
+        """The routes to replay."""
+        if not args.moe_enable_routing_replay:
+            if recorded is not None and args.num_experts:
+                print_rank_0(
+                    "> the buffer records expert routes, but --moe-enable-routing-replay is absent: the trainer's own "
+                    "routers choose"
+                )
+            return None
+        if recorded is None:
+            raise ValueError(
+                f"--moe-enable-routing-replay: the buffer {self.rollouts.rollout_path} records no expert routes"
+            )
+        if args.overlap_moe_expert_parallel_comm:
+            raise ValueError("--moe-enable-routing-replay cannot be used with --overlap-moe-expert-parallel-comm")
+        return recorded
+
+    def _recorder(self) -> RolloutWriter | None:
+        """On tensor-parallel rank 0 of each data-parallel rank, where ``--rollout-record`` is given."""
+        if self.rollouts.rollout_record is None or mpu.get_tensor_model_parallel_rank() != 0:
+            return None
+        return RolloutWriter(self.rollouts.rollout_record, sampler_manifest(self.sampler, self.true_vocab_size))
+
+    def _layout(self, micro_batch_size: int, route_width: int = 0) -> BatchLayout:
         widths = {
             "none": 0,
             "head": self.sampler.head_size,
@@ -209,17 +330,30 @@ class ScoreCentering:
             "draws": self.sampler.num_draws,
             "full": self.true_vocab_size,
         }
-        width = widths[self.distribution]
-        layout = BatchLayout(micro_batch_size, args.seq_length, self.distribution, width, self.true_vocab_size)
-        per_step = get_num_microbatches if is_training else None
-        return MicroBatches(source, self.objective, layout, lambda: args.curr_iteration, per_step)
+        return BatchLayout(
+            micro_batch_size, get_args().seq_length, self.distribution, widths[self.distribution], self.true_vocab_size,
+            route_width,
+        )  # fmt: skip
 
 
-def _needs_rollouts(vp_stage: int | None) -> bool:
-    """Whether this pipeline stage reads tokens (the first) or computes the loss (the last)."""
-    return mpu.is_pipeline_first_stage(
-        ignore_virtual=vp_stage is None, vp_stage=vp_stage
-    ) or mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+def _current_step() -> int:
+    step: int = get_args().curr_iteration
+    return step
+
+
+def _is_first_stage(vp_stage: int | None) -> bool:
+    """Whether this pipeline stage reads tokens."""
+    return mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+
+
+def _is_last_stage(vp_stage: int | None) -> bool:
+    """Whether this pipeline stage computes the loss."""
+    return mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+
+
+def _trains(args: argparse.Namespace, vp_stage: int | None) -> bool:
+    """Whether this pipeline stage needs micro-batches: the first, the last, and any whose routers must know padding."""
+    return bool(args.num_experts) or _is_first_stage(vp_stage) or _is_last_stage(vp_stage)
 
 
 def _logs_step(args: argparse.Namespace, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Where a step's rollouts come from, and the iterator that Megatron's loop draws micro-batches from."""
+"""Where a step's rollouts come from, and the embedded sampler's micro-batches (see ``feed`` for recorded ones)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from ..objective import compute_advantages
-from ..rollouts import Rollout, RolloutError
+from ..rollouts import Rollout, RolloutError, RolloutWriter
 from ..sampling import EmbeddedSampler
 from .batch import Batch, BatchLayout, collate
 from .config import ObjectiveConfig
@@ -20,8 +20,8 @@ class RolloutSource(Protocol):
     """Gives this data-parallel rank its rollouts, as a function of the step and of the data-parallel rank alone.
 
     It is read on tensor-parallel rank 0 of the first and of the last pipeline stage and on every context-parallel rank,
-    and again for the same step after a resume: all these calls must return the same rollouts. A queue whose items are
-    gone once taken does not qualify.
+    and again for the same step after a resume: all these calls must return the same rollouts, which is checked within a
+    step. A queue whose items are gone once taken does not qualify.
     """
 
     def rollouts(self, step: int) -> Sequence[Rollout]:
@@ -64,54 +64,59 @@ class SampledRollouts:
     Args:
         sampler: see ``EmbeddedSampler``.
         clean: sample the trainer's own weights on other prompts: for validation.
+        record: also write them there, a commit a step; None: nowhere.
     """
 
-    def __init__(self, sampler: EmbeddedSampler, clean: bool):
+    def __init__(self, sampler: EmbeddedSampler, clean: bool, record: RolloutWriter | None = None):
         self._sampler = sampler
         self._clean = clean
+        self._record = record
         self.model: nn.Module | None = None
 
     def rollouts(self, step: int) -> Sequence[Rollout]:
         """See ``RolloutSource``. Collective over the tensor- and expert-parallel groups."""
         if self.model is None:
             raise RuntimeError("the embedded sampler has no model: it is bound by the first forward step")
-        return self._sampler.sample(self.model, step, clean=self._clean)
+        rollouts = self._sampler.sample(self.model, step, clean=self._clean)
+        if self._record is not None:
+            self._record.write(rollouts)
+            self._record.commit()
+        return rollouts
 
 
-class MicroBatches:
-    """Iterator over a step's micro-batches, on the CPU; a new step begins when the last one is used up.
+class SampledMicroBatches:
+    """Iterator over the embedded sampler's micro-batches, on the CPU, each with its shape.
+
+    A new step begins when the last micro-batch is used up; sampling is collective, so every rank iterates.
 
     Args:
-        source: the rollouts.
+        source: the sampler.
         objective: how advantages are computed.
         layout: shapes of a micro-batch.
         current_step: the optimizer step that is being computed.
-        per_step: micro-batches that Megatron takes in a step; None for validation, which may take any number.
 
     Raises:
-        RolloutError: from ``next``, if the source gives another number of rollouts than the step takes.
+        RolloutError: from ``next``, if the sampler's rollouts do not fill whole micro-batches.
     """
 
     def __init__(
         self,
-        source: RolloutSource,
+        source: SampledRollouts,
         objective: ObjectiveConfig,
         layout: BatchLayout,
         current_step: Callable[[], int],
-        per_step: Callable[[], int] | None = None,
     ):
         self.source = source
         self._objective = objective
         self.layout = layout
         self._current_step = current_step
-        self._per_step = per_step
         self._step = -1
         self._pending: deque[Batch] = deque()
 
-    def __iter__(self) -> MicroBatches:
+    def __iter__(self) -> SampledMicroBatches:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> tuple[Batch, BatchLayout]:
         step = self._current_step()
         if not self._pending:
             self._pending.extend(self._load(step))
@@ -121,29 +126,28 @@ class MicroBatches:
                 f"step {self._step} left {len(self._pending)} micro-batches unused: --global-batch-size must equal the "
                 "number of rollouts of a step"
             )
-        return self._pending.popleft()
+        return self._pending.popleft(), self.layout
 
     def _load(self, step: int) -> list[Batch]:
         rollouts = list(self.source.rollouts(step))
         size = self.layout.micro_batch_size
-        if self._per_step is not None and len(rollouts) != self._per_step() * size:
-            raise RolloutError(
-                f"step {step}: the source gave {len(rollouts)} rollouts to this data-parallel rank, but a step takes "
-                f"{self._per_step() * size} (--global-batch-size / data-parallel size)"
-            )
         if not rollouts or len(rollouts) % size:
             raise RolloutError(
                 f"step {step}: {len(rollouts)} rollouts do not fill micro-batches of --micro-batch-size {size}"
             )
-        advantages = _advantages(rollouts, self._objective)
+        advantages = step_advantages(rollouts, self._objective)
         return [
             collate(rollouts[i : i + size], advantages[i : i + size].tolist(), step, self.layout)
             for i in range(0, len(rollouts), size)
         ]
 
 
-def _advantages(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> np.ndarray:
-    """Recorded advantages where every rollout has one, else from the rewards."""
+def step_advantages(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> np.ndarray:
+    """float32 ``[n]``: recorded advantages where every rollout has one, else from the rewards.
+
+    Raises:
+        RolloutError: where only some have one.
+    """
     recorded = [rollout.advantage for rollout in rollouts]
     given = [value for value in recorded if value is not None]
     if len(given) == len(recorded):

@@ -1,0 +1,30 @@
+"""What the embedded sampler's rollouts say of their sampler, when they are written to a buffer."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from ..rollouts import HeadPolicy, Manifest, SamplerFingerprint
+from .config import SamplerConfig
+
+
+def sampler_manifest(config: SamplerConfig, true_vocab_size: int) -> Manifest:
+    """Of a buffer that ``--rollout-record`` writes.
+
+    Args:
+        config: the sampler's settings.
+        true_vocab_size: the model's vocabulary without padding.
+    """
+    truncates = config.sampler_top_p < 1 or config.sampler_top_k > 0
+    return Manifest(
+        true_vocab_size,
+        sampler=SamplerFingerprint(
+            engine="embedded",
+            engine_version=version("megatron-sc"),
+            quantization=config.sampler,
+            temperature=config.sampler_temperature,
+            top_p=config.sampler_top_p,
+            top_k=config.sampler_top_k,
+        ),
+        heads=HeadPolicy.lossless(true_vocab_size if truncates else max(config.head_size, 1)),
+    )
