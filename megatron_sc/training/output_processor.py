@@ -53,10 +53,31 @@ def centered_output_processor(
     The gradient is written over the logits' storage: nothing after this call needs them. With ``--fuse-lm-head`` there
     are no logits, and the gradient of the loss belongs to its sum, see ``loss_with_gradient``.
     """
+    if not context.objective.fuse_lm_head:
+        logits, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
+        return centered_logits(scale_logits(logits), context)
+    columns = (output_layer.weight if output_weight is None else output_weight).shape[0]
+    arguments, options = _arguments(context, columns)
+    fused = fused_head_loss(
+        output_layer, output_weight, hidden_states, scale_logits, config, *arguments,
+        metrics=context.with_metrics, **options,
+    )  # fmt: skip
+    metrics = {name: fused.metrics.get(name, torch.full_like(fused.loss, torch.nan)) for name in fused.metric_names}
+    return _output(loss_with_gradient(fused), metrics, context)
+
+
+def centered_logits(logits: Tensor, context: LossContext) -> Tensor:
+    """What the processor returns, from logits ``[s, b, V / tp]``. Their storage is overwritten in backward."""
+    arguments, options = _arguments(context, logits.shape[2])
+    out = centered_loss(logits.view(-1, logits.shape[2]), *arguments, **options, reuse_logits=True)
+    return _output(out.loss, out.metrics, context)
+
+
+def _arguments(context: LossContext, columns: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The loss's arguments after the logits, for an output layer with this many columns on each rank."""
     rank, ranks = torch.distributed.get_rank(context.group), torch.distributed.get_world_size(context.group)
     rows = context.batch.by_position()
     objective = context.objective
-    layer_columns = (output_layer.weight if output_weight is None else output_weight).shape[0]
     arguments = (
         rows.sampled_ids,
         rows.advantages,
@@ -65,26 +86,19 @@ def centered_output_processor(
         objective.weight(),
         rows.temperature,
         rows.mask.bool(),
-        VocabShard.of_rank(rank, ranks, layer_columns, context.true_vocab_size),
+        VocabShard.of_rank(rank, ranks, columns, context.true_vocab_size),
         context.group,
     )
-    options: dict[str, Any] = {
+    options = {
         "center": objective.centers,
         "sampler_kl_coef": objective.sampler_kl_coef,
         "entropy_coef": objective.entropy_coef,
     }
+    return arguments, options
+
+
+def _output(loss: Tensor, metrics: dict[str, Tensor], context: LossContext) -> Tensor:
+    """``[1 + M, s, b]``; also tells ``context`` the metrics' names."""
+    context.metric_names[:] = metrics
     b, s = context.batch.tokens.shape
-    if objective.fuse_lm_head:
-        fused = fused_head_loss(
-            output_layer, output_weight, hidden_states, scale_logits, config, *arguments,
-            metrics=context.with_metrics, **options,
-        )  # fmt: skip
-        loss, names = loss_with_gradient(fused), fused.metric_names
-        metrics = [fused.metrics.get(name, torch.full_like(fused.loss, torch.nan)) for name in names]
-    else:
-        logits, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
-        logits = scale_logits(logits)
-        out = centered_loss(logits.view(s * b, logits.shape[2]), *arguments, **options, reuse_logits=True)
-        loss, names, metrics = out.loss, tuple(out.metrics), list(out.metrics.values())
-    context.metric_names[:] = names
-    return torch.stack([loss, *metrics]).view(-1, s, b)
+    return torch.stack([loss, *metrics.values()]).view(-1, s, b)
