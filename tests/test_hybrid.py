@@ -99,6 +99,7 @@ def test_the_hook_equals_the_loss_of_the_logits(ranks: int, bf16: bool) -> None:
 def refusals_on_rank() -> None:
     from megatron.core import mpu
 
+    from megatron_sc.sampling.generate import generate
     from megatron_sc.training.config import ObjectiveConfig
     from megatron_sc.training.hybrid import forward_with_loss
     from megatron_sc.training.output_processor import LossContext
@@ -108,6 +109,8 @@ def refusals_on_rank() -> None:
     fused = ObjectiveConfig("score_centering", fuse_lm_head=True)
     with pytest.raises(ValueError, match="--fuse-lm-head needs GPTModel's output processor"):
         forward_with_loss(model, context=LossContext(data, fused, "head", VOCAB, group, []))
+    with pytest.raises(ValueError, match="the embedded sampler needs a GPTModel, got HybridModel"):
+        generate(model, data.tokens, torch.full((BATCH,), 2), torch.zeros(BATCH, 1, 1), VOCAB)
     model.config.use_mup = True
     with pytest.raises(ValueError, match="--use-mup scales a HybridModel's logits after its output layer"):
         forward_with_loss(model, context=LossContext(data, ObjectiveConfig(), "head", VOCAB, group, []))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_sc import VocabShard, centered_loss
 from megatron_sc.integrations._common import Ranks, framework_loss
@@ -255,6 +256,31 @@ def no_response_on_rank() -> None:
     assert torch.equal(logits.grad, torch.zeros_like(logits))
     _, others = framework_loss(arguments(**SETTINGS), alone.batch, alone.logits, alone.sum_of_sample_mean, ranks)
     assert metrics.keys() == others.keys()
+
+
+def test_recomputing_the_loss_gives_the_same_gradient() -> None:
+    """``--recompute-loss-function`` runs the adapter a second time on the same logits, in backward."""
+    run_ranks(recompute_on_rank, 1)
+
+
+def recompute_on_rank() -> None:
+    ranks = Ranks(dist.group.WORLD, 0, 1)
+    micro_batch = MicroBatch(samples(truncated=False), ranks, None, sliced=False)
+    leaf = micro_batch.logits.requires_grad_()
+
+    def function(args: Namespace, batch: Any, logits: Tensor, reduce: Any) -> Any:
+        return framework_loss(args, batch, logits, reduce, ranks)
+
+    args = arguments(**SETTINGS)
+    inputs = micro_batch.batch, leaf * 1, micro_batch.sum_of_sample_mean
+    (expected,) = torch.autograd.grad(function(args, *inputs)[0], leaf)
+    args.recompute_loss_function = True
+    for use_reentrant in (False, True):
+        inputs = micro_batch.batch, leaf * 1, micro_batch.sum_of_sample_mean
+        loss, _ = checkpoint(function, args, *inputs, use_reentrant=use_reentrant)
+        leaf.grad = None
+        loss.backward()
+        assert torch.equal(leaf.grad, expected)
 
 
 def test_spans() -> None:

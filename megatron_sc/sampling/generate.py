@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,8 +74,9 @@ def generate(
             parallelism adds its own multiple.
 
     Raises:
-        ValueError: pipeline or context parallelism; FP8 with delayed scaling, whose history a forward pass
-            changes; a head larger than the vocabulary; a sequence longer than the learned position embeddings.
+        ValueError: another model than GPTModel; pipeline or context parallelism; FP8 with delayed scaling, whose
+            history a forward pass changes; a head larger than the vocabulary; a sequence longer than the learned
+            position embeddings.
     """
     parameters = parameters or SamplingParameters()
     core = unwrap(model)
@@ -178,6 +180,11 @@ def _first_ranks(ids: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _check(core: nn.Module, parameters: SamplingParameters, true_vocab_size: int) -> None:
+    if "output_processor" not in inspect.signature(core.forward).parameters:
+        raise ValueError(
+            f"the embedded sampler needs a GPTModel, got {type(core).__name__}: train it from recorded rollouts "
+            "(--rollout-path)"
+        )
     config: Any = core.config
     check_parallelism(config.pipeline_model_parallel_size, config.context_parallel_size)
     if config.fp8 and config.fp8_recipe == "delayed":
