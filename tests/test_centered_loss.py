@@ -816,7 +816,11 @@ def test_the_gradient_may_take_the_storage_of_the_logits(estimator, dtype):
     out = centered_loss(**arguments, reuse_logits=True)
     out.loss.sum().backward()
     assert gradients[0].data_ptr() == logits.data_ptr()
-    assert torch.equal(leaf.grad, expected)
+    assert leaf.grad is not None
+    largest = expected.abs().amax(dim=1, keepdim=True)  # working in place rounds otherwise: to a unit of the last place
+    assert ((leaf.grad - expected).abs() <= torch.finfo(dtype).eps * 4 * largest).all()
+    assert not leaf.grad[~mask].any()
+    assert not leaf.grad[:, 17:].any()
 
 
 def call(problem: Problem, logits: torch.Tensor, **options):

@@ -60,7 +60,7 @@ class RowState(NamedTuple):
     """Coefficient of p at recorded tokens, in units of -(A/T)."""
     entropy: Tensor
     shift_factor: Tensor
-    """exp(local maximum - dense_maximum): what an in-place pass left in the storage, relative to ``dense``."""
+    """What an in-place pass left in the storage, times this, is exp(x - dense_maximum)."""
 
 
 class Outcome(NamedTuple):

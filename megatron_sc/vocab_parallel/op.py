@@ -63,8 +63,9 @@ def evaluate(values: Tensor, problem: Problem) -> tuple[Tensor, Tensor, RowState
         parts = backend.sums(values, problem, normalizer, alpha)
         sums = Sums(*gather_rows(parts, problem.group).sum(dim=0).unbind(dim=1))
     outcome = problem.centering.finish(normalizer, problem.row, sums, local.recorded_mass)
-    # exp(x - local maximum), which the in-place pass left behind, is this times exp(x - dense_maximum).
-    state = outcome.state._replace(shift_factor=(local.values[:, 0] - normalizer.dense_maximum).exp())
+    # What an in-place pass left in the storage, times this, is exp(x - dense_maximum).
+    shift_factor = (local.values[:, 0] - normalizer.dense_maximum).exp() * local.stored_scale
+    state = outcome.state._replace(shift_factor=shift_factor)
 
     loss = outcome.loss
     if problem.sampler_kl_coef:

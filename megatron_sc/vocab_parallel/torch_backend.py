@@ -5,8 +5,9 @@
     gradient     one read and one write of the logits
 
 Rows go in blocks (bounding what is allocated per recorded token) of chunks (bounding the workspace in the compute
-dtype). Logits of the compute dtype whose storage may be reused are worked on in place: the forward pass leaves
-exp(x - local maximum) in their storage, as Megatron's cross-entropy does, and the backward pass scales it.
+dtype). On the CPU logits whose storage may be reused are worked on in place: the forward pass leaves this shard's
+softmax in their storage, as Megatron's cross-entropy does, and the backward pass scales it: one exponential a column in
+all. In bfloat16 that rounds twice, half a unit of the last place each.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class LocalStatistics(NamedTuple):
     """float64 ``[n]``, sum q over the recorded tokens; the same on every rank."""
     sampled_recorded: Tensor
     """``[n]``, 1 where the sampled token is among the recorded ones; the same on every rank."""
+    stored_scale: Tensor
+    """``[n]``, what the values left in the logits' storage must be multiplied by to be exp(x - local maximum)."""
 
 
 def works_in_place(logits: Tensor, problem: Problem) -> bool:
@@ -43,7 +46,6 @@ def works_in_place(logits: Tensor, problem: Problem) -> bool:
     return (
         problem.reuse_logits
         and logits.device.type == "cpu"
-        and logits.dtype == compute_dtype(logits)
         and problem.centering.dense_columns
         and not isinstance(problem.centering, FullModel)
         and not problem.entropy_coef
@@ -56,6 +58,7 @@ def statistics(logits: Tensor, problem: Problem, block_type: type[Block] | None 
     values = torch.empty((n, EXCHANGED), dtype=dtype, device=logits.device)
     recorded_mass = torch.zeros(n, dtype=torch.float64, device=logits.device)
     sampled_recorded = torch.zeros(n, dtype=dtype, device=logits.device)
+    stored_scale = torch.ones(n, dtype=dtype, device=logits.device)
     for start, stop in problem.blocks(n):
         block = (block_type or Block)(logits, problem, start, stop)
         if block.entries is not None:
@@ -63,8 +66,8 @@ def statistics(logits: Tensor, problem: Problem, block_type: type[Block] | None 
             if block.entries.logprobs is not None:
                 q = torch.where(block.entries.kept, block.entries.logprobs.double().exp(), 0.0)
                 recorded_mass[start:stop] = block.entries.row_sum(q)
-        values[start:stop] = block.statistics()
-    return LocalStatistics(values, recorded_mass, sampled_recorded)
+        values[start:stop], stored_scale[start:stop] = block.statistics()
+    return LocalStatistics(values, recorded_mass, sampled_recorded, stored_scale)
 
 
 def sums(
@@ -136,6 +139,7 @@ class Block:
         self.rows = slice(start, stop)
         self.logits = logits[start:stop, : problem.shard.valid]
         self.in_place = works_in_place(logits, problem)
+        self.in_compute_dtype = logits.dtype == self.dtype
         self.mask = None if problem.mask is None else problem.mask[self.rows]
         self.temperature = None if problem.temperature is None else problem.temperature[self.rows]
         self.sampled_ids = problem.sampled_ids[self.rows]
@@ -154,7 +158,7 @@ class Block:
         if self.logits.shape[1] == 0:
             return torch.full(column.shape, NOTHING, dtype=self.dtype, device=column.device)
         x = self.logits[row_index, column].to(self.dtype)
-        if self.temperature is not None and not self.in_place:  # in place, the first pass has divided
+        if self.temperature is not None and not (self.in_place and self.in_compute_dtype):  # there, it was divided
             x = x / self.temperature[row_index]
         return torch.where(owned, x, NOTHING)
 
@@ -216,20 +220,25 @@ class Block:
         row_index = self.entries.row_index.expand(self.column.shape).reshape(-1)
         return row_index[which], self.column.flatten()[which], which
 
+    def _owned_logits(self) -> Tensor:
+        """What the storage holds at the owned entries."""
+        row_index, column, _ = self._owned_entries
+        return self.logits[row_index, column]
+
     def _write_in_place(self, values: Tensor | float) -> None:
-        """Write at the owned entries of the logits' own storage."""
-        row_index, column, which = self._owned_entries
-        self.logits[row_index, column] = values.flatten()[which] if isinstance(values, Tensor) else values
+        """Write at the owned entries of the logits' own storage, where ``values`` has one of each."""
+        row_index, column, _ = self._owned_entries
+        self.logits[row_index, column] = values
 
     # --- the passes ----------------------------------------------------------------------------------------------
 
-    def statistics(self) -> Tensor:
-        """``[rows, EXCHANGED]``."""
+    def statistics(self) -> tuple[Tensor, Tensor | float]:
+        """``[rows, EXCHANGED]``, and the stored scale."""
         centering, device = self.problem.centering, self.logits.device
         if self.in_place:
             if self.mask is not None:
                 self.logits.masked_fill_(~self.mask.unsqueeze(1), 0.0)
-            if self.temperature is not None:
+            if self.temperature is not None and self.in_compute_dtype:
                 self.logits.div_(self.temperature.unsqueeze(1))
         sampled_x = self._sampled_x()
         entry_x = None if self.entries is None else self._entry_x()
@@ -241,33 +250,40 @@ class Block:
             entry_sum = self.entries.row_sum(torch.where(self.owned, shifted.exp(), 0.0))
         result = torch.empty((self.logits.shape[0], EXCHANGED), dtype=self.dtype, device=device)
         result[:, 3], result[:, 4], result[:, 5] = entry_maximum, entry_sum, sampled_x
-        if centering.dense_columns:
-            self.dense_statistics(result, entry_x)
-        else:
+        if not centering.dense_columns:
             result[:, 0], result[:, 1:3] = NOTHING, 0.0
-        return result
+            return result, 1.0
+        result[:, :3], scale = self.dense_statistics()
+        return result, scale
 
-    def dense_statistics(self, result: Tensor, entry_x: Tensor | None) -> None:
-        """Write maximum, sum and dot of the dense columns to ``result[:, :3]``; ``entry_x`` is x of the entries."""
-        centering = self.problem.centering
-        if self.in_place and centering.entries_apart:
+    def dense_statistics(self) -> tuple[Tensor, Tensor | float]:
+        """Maximum, sum and dot of the dense columns, ``[rows, 3]``, and the stored scale."""
+        centering, with_dot = self.problem.centering, self.problem.with_entropy
+        in_storage = self.in_place and self.in_compute_dtype
+        kept = self._owned_logits() if self.in_place and self.entries is not None else None
+        if in_storage and centering.entries_apart:
             self._write_in_place(NOTHING)
-        share = 2 if self.problem.with_entropy and not self.in_place else 1
+        share = 2 if with_dot and not in_storage else 1
         workspace = self._workspace(share)
         second = torch.empty_like(workspace) if share == 2 else workspace
+        found: list[tuple[Tensor, Tensor]] = []
         for first, last in self._chunks(share):
-            if self.in_place:
-                x, exponential = self.logits[first:last], self.logits[first:last]
+            stored = self.logits[first:last]
+            if in_storage:
+                x = softmax = stored
                 shifted = workspace[: x.numel()].view(x.shape)
             else:
                 x = shifted = self._load(workspace, first, last)
-                exponential = second[: x.numel()].view(x.shape)
+                softmax = second[: x.numel()].view(x.shape)
                 if self.entries is not None and centering.entries_apart:
                     place, _ = self._place(workspace, first, last)
                     workspace[place] = NOTHING
-            result[first:last, :3] = local_statistics(x, shifted, exponential, self.problem.with_entropy)
-        if self.in_place and entry_x is not None:
-            self._write_in_place(entry_x)  # the backward pass needs x itself at recorded tokens
+            found.append(local_statistics(x, shifted, softmax, with_dot))
+            if self.in_place and not in_storage:
+                stored.copy_(softmax)
+        if kept is not None:
+            self._write_in_place(kept)  # the later passes need the logits themselves at recorded tokens
+        return torch.cat([values for values, _ in found]), torch.cat([scale for _, scale in found])
 
     def sums(self, normalizer: Normalizer, alpha: Tensor) -> tuple[Tensor, ...]:
         """This block's part of ``Sums``."""
@@ -320,22 +336,25 @@ class Block:
             write_sampled: bool ``[rows]``: whether the sampled token is here and not among the recorded ones.
             entry_gradient: like the entries; None: there are none.
         """
-        if self.in_place:
+        if self.in_place and self.in_compute_dtype:
             result.mul_((dense * state.shift_factor).unsqueeze(1))
             row_index = torch.nonzero(write_sampled).squeeze(1)
             result[row_index, self.sampled_column[row_index]] += direct[row_index]
             if entry_gradient is not None:
-                self._write_in_place(entry_gradient)
+                self._write_in_place(entry_gradient.flatten()[self._owned_entries[2]])
             return
 
         workspace, centering = self._workspace(), self.problem.centering
         for first, last in self._chunks():
             part = slice(first, last)
-            x = self._load(workspace, first, last)
+            x = workspace[: (last - first) * self.logits.shape[1]].view(last - first, -1)
             at = RowState(*(field[part].unsqueeze(1) for field in state))
             if not centering.dense_columns:
                 x.zero_()
+            elif self.in_place:
+                x.copy_(self.logits[first:last]).mul_(dense[part].unsqueeze(1) * at.shift_factor)
             else:
+                self._load(workspace, first, last)
                 self._dense_gradient_(x, at, dense[part].unsqueeze(1), scale, part)
             index = torch.arange(last - first, device=x.device) * x.shape[1] + self.sampled_column[part]
             index = torch.where(write_sampled[part], index, workspace.shape[0] - 1)

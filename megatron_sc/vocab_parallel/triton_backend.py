@@ -66,13 +66,14 @@ class _KernelBlock(Block):
         super().__init__(logits, problem, start, stop)
         self.in_place = False  # the logits stay as they are until the gradient is written
 
-    def dense_statistics(self, result: Tensor, entry_x: Tensor | None) -> None:
+    def dense_statistics(self) -> tuple[Tensor, Tensor | float]:
         """``statistics_kernel``."""
         rows, valid = self.logits.shape
         exclude = self.entries is not None and self.problem.centering.entries_apart
         tile, programs = self._tile(), min(rows, self._programs())
+        result = torch.empty((rows, 3), dtype=self.dtype, device=self.logits.device)
         if rows == 0:
-            return
+            return result, 1.0
         words = triton.cdiv(valid, tile) * tile // 32 if exclude else 0
         bits = torch.zeros((programs, words), dtype=torch.int32, device=self.logits.device)
         columns, starts, k = self._recorded(exclude)
@@ -83,6 +84,7 @@ class _KernelBlock(Block):
             RAGGED=starts is not None, WITH_DOT=self.problem.with_entropy, TILE=tile, ENTRIES=_entries_at_once(k),
             STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
+        return result, 1.0
 
     def write_gradient(
         self,
