@@ -118,6 +118,7 @@ def test_contradictions_are_refused_before_training():
         f"{start} --samples-per-prompt 2 --head-size 0": "--head-size",
         f"{start} --samples-per-prompt 2 --sampler-top-p 0.9": "--sampler-distribution support",
         f"{start} --samples-per-prompt 2 --mtp-num-layers 1": "--mtp-num-layers",
+        f"{start} --samples-per-prompt 2 --perform-rl-step": "--perform-rl-step",
     }
     (messages,) = run_ranks(refusals, 1, list(cases), megatron=True)
     for (case, expected), message in zip(cases.items(), messages, strict=True):

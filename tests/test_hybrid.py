@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.train_fixed import train_fixed
 
 VOCAB, SEQUENCE, BATCH, K = 30, 16, 3, 4
 
@@ -118,3 +120,22 @@ def refusals_on_rank() -> None:
 
 def test_what_needs_gpt_model_is_refused() -> None:
     run_ranks(refusals_on_rank, 1, megatron=True)
+
+
+FLAGS = """
+    --loss-correction score_centering --micro-batch-size 2 --train-iters 3 --hybrid-layer-pattern *-*-
+    --spec tests.hybrid_model stack_spec
+"""
+
+
+def test_it_trains_in_megatron_loop(tmp_path: Path) -> None:
+    """Weights do not depend on the tensor-parallel size on the CPU, so neither does the curve."""
+    curves = []
+    for ranks in (1, 2):
+        flags, metrics = f"{FLAGS} --tensor-model-parallel-size {ranks}", tmp_path / f"{ranks}.jsonl"
+        curves.append(run_ranks(train_fixed, ranks, flags, str(metrics), megatron=True)[0])
+    for one, two in zip(*curves, strict=True):
+        assert one["grad_norm"] > 1e-3
+        for key in ("loss", "grad_norm", "drift_l1", "logprob"):
+            assert two[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6), (key, one["step"])
+    assert len(curves[0]) == 3

@@ -38,13 +38,18 @@ def train_fixed(
     import numpy as np
     from megatron.core import mpu
     from megatron.core.enums import ModelType
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        hybrid_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_sc.training.arguments import add_arguments
     from megatron_sc.training.loop import pretrain
     from megatron_sc.training.plugin import ScoreCentering
     from megatron_sc.training.source import FixedRollouts
+    from tests.hybrid_model import use_torch_norm
     from tests.rollouts import make_rollouts
 
     steps = [make_rollouts(groups, samples, vocab=30, head=head, seed=seed) for seed in range(4)]
@@ -58,13 +63,15 @@ def train_fixed(
     with mock.patch.object(sys, "argv", ["train", *TINY.split(), *flags.split()]):
         args = parse_and_validate_args(extra_args_provider=add_arguments)
     plugin = ScoreCentering.from_args(args, None if embedded else source)
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(
-        config,
-        plugin.datasets_provider,
-        ModelType.encoder_or_decoder,
-        plugin.forward_step,
-        metrics_path=metrics_path,
-    )
+    model = gpt_config_from_args(args) if args.hybrid_layer_pattern is None else hybrid_config_from_args(args)
+    config = pretrain_cfg_container_from_args(args, model)
+    with use_torch_norm():
+        pretrain(
+            config,
+            plugin.datasets_provider,
+            ModelType.encoder_or_decoder,
+            plugin.forward_step,
+            metrics_path=metrics_path,
+        )
     lines = Path(metrics_path).read_text().splitlines() if Path(metrics_path).exists() else []
     return [json.loads(line) for line in lines]

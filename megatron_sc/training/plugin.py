@@ -23,6 +23,7 @@ from .buffer import open_buffer
 from .config import Distribution, ObjectiveConfig
 from .feed import AlwaysReady, BufferSource, FedMicroBatches, FeedLayout, Place, RolloutFeed, StepSource
 from .flags import from_args
+from .hybrid import forward_with_loss, takes_output_processor
 from .loss_func import loss_func
 from .output_processor import LossContext, centered_output_processor
 from .replay import RouteReplay
@@ -94,6 +95,11 @@ class ScoreCentering:
             raise ValueError(
                 "--loss-correction sets --calculate-per-token-loss and --dataloader-type external; a later flag or a "
                 f"configuration file set them to {args.calculate_per_token_loss} and {args.dataloader_type}"
+            )
+        if getattr(args, "perform_rl_step", False):
+            raise ValueError(
+                "--perform-rl-step samples with Megatron's own engine, which does not keep the token ids of the "
+                "sampler's head; remove it to train from recorded rollouts"
             )
         if args.mtp_num_layers:
             raise ValueError(
@@ -189,7 +195,7 @@ class ScoreCentering:
 
         Args:
             data_iterator: from ``datasets_provider``.
-            model: this stage's GPTModel, wrapped as Megatron wraps it.
+            model: this stage's GPTModel or HybridModel, wrapped as Megatron wraps it.
             return_schedule_plan: build a schedule plan instead (``--overlap-moe-expert-parallel-comm``).
 
         Returns:
@@ -222,6 +228,8 @@ class ScoreCentering:
             if not args.overlap_moe_expert_parallel_comm:
                 raise ValueError("a schedule plan needs --overlap-moe-expert-parallel-comm")
             return model.build_schedule_plan(*inputs, **hook), finish
+        if not takes_output_processor(model):
+            return forward_with_loss(model, *inputs, context=context, **options), finish
         return model(*inputs, **hook), finish
 
     def _next_batch(self, data_iterator: Any, model: Any, vp_stage: int | None) -> Batch | None:
