@@ -51,6 +51,9 @@ class Layout:
     etp: int | None = None
 
 
+SINGLE = Layout()
+
+
 def write_config(folder: Path, **keys) -> Path:
     """``config.json`` of the dense model, or of the MoE one with ``moe=True``, with other keys changed."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +62,7 @@ def write_config(folder: Path, **keys) -> Path:
     return folder
 
 
-def build(folder, layout=Layout(), load_from=None, save_to=None, dtype=torch.float32, **settings):
+def build(folder, layout=SINGLE, load_from=None, save_to=None, dtype=torch.float32, **settings):
     """This rank's chunks of the model that ``config.json`` in ``folder`` describes.
 
     Args:
@@ -74,6 +77,7 @@ def build(folder, layout=Layout(), load_from=None, save_to=None, dtype=torch.flo
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel_state.initialize_model_parallel(
@@ -99,8 +103,8 @@ def build(folder, layout=Layout(), load_from=None, save_to=None, dtype=torch.flo
             vocab_size=-(-VOCAB // multiple) * multiple,
             max_sequence_length=64,
             position_embedding_type="rope",
-            rotary_base=raw["rope_theta"],
-            share_embeddings_and_output_weights=raw["tie_word_embeddings"],
+            rotary_base=raw["rope_theta"] if "rope_theta" in raw else raw["rope_parameters"]["rope_theta"],
+            share_embeddings_and_output_weights=raw.get("tie_word_embeddings", False),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             vp_stage=vp_stage,
@@ -113,23 +117,27 @@ def build(folder, layout=Layout(), load_from=None, save_to=None, dtype=torch.flo
                     spread = 0.2 if parameter.dim() == 2 else 0.3
                     parameter.copy_(torch.randn(parameter.shape) * spread + (parameter.dim() == 1))
     else:
-        for chunk in chunks:
-            state = dist_checkpointing.load(chunk.sharded_state_dict(), str(load_from))
+        states = {f"chunk{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+        for chunk, state in zip(chunks, dist_checkpointing.load(states, str(load_from)).values(), strict=True):
             chunk.load_state_dict(state)
     if save_to is not None:
         Path(save_to).mkdir()
         dist_checkpointing.save(chunks[0].sharded_state_dict(), str(save_to))
-    return chunks
+    return [Float16Module(config, chunk) for chunk in chunks] if dtype is torch.bfloat16 else chunks
 
 
 def _architecture(raw):
     moe = {}
     if raw["model_type"] == "qwen3_moe":
+        step = raw["decoder_sparse_step"]
         moe = {
-            "num_moe_experts": raw["num_experts"],
+            "num_moe_experts": raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"],
             "moe_router_topk": raw["num_experts_per_tok"],
             "moe_ffn_hidden_size": raw["moe_intermediate_size"],
-            "moe_layer_freq": [int(i not in raw["mlp_only_layers"]) for i in range(raw["num_hidden_layers"])],
+            "moe_layer_freq": [
+                int(layer not in raw.get("mlp_only_layers", []) and layer % step == step - 1)
+                for layer in range(raw["num_hidden_layers"])
+            ],
             "moe_token_dispatcher_type": "alltoall",
         }
     return moe | {

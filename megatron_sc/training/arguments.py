@@ -5,12 +5,18 @@ from __future__ import annotations
 import argparse
 
 from ..sampling import SamplerConfig
+from ..weights import WeightsConfig
 from . import cpu
 from .config import ObjectiveConfig
 from .flags import add_flags, markdown_table
 from .rollout_config import RolloutConfig
 
-_SECTIONS = {"Objective": ObjectiveConfig, "Rollout buffer": RolloutConfig, "Embedded sampler": SamplerConfig}
+_SECTIONS = {
+    "Objective": ObjectiveConfig,
+    "Rollout buffer": RolloutConfig,
+    "Embedded sampler": SamplerConfig,
+    "Weights": WeightsConfig,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

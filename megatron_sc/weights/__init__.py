@@ -1,6 +1,6 @@
 """Weights between the trainer and Hugging Face checkpoints: what a sampler loads, and what training starts from.
 
-What is imported here needs neither torch nor Megatron: a sampler on another machine waits for weights with it.
+What is imported here does not need Megatron: a sampler on another machine waits for weights with it.
 
     from megatron_sc.weights import wait_for
 

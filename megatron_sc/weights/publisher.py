@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,14 +18,9 @@ from .versions import PublishedWeights
 
 
 class Publisher:
-    """Publishes the policy at the start of training and after every ``publish_interval`` steps.
+    """Publishes the policy after every ``publish_interval`` steps, or when it is told to.
 
-        publisher = Publisher(settings)
-        publisher.start(model, step)        # once, after the checkpoint was loaded
-        publisher.after_step(model, step)   # after every training step
-
-    Every rank makes the same calls with the same step: they are collective. ``model`` is what Megatron's
-    ``setup_model_and_optimizer`` returns, one chunk for each virtual pipeline stage.
+    Every rank makes the same calls with the same step: they are collective.
 
     Args:
         settings: with ``publish_weights`` and ``hf_checkpoint``.
@@ -48,30 +42,6 @@ class Publisher:
                 f"{self.config.vocab_size} of {self.config.path}: the two must agree"
             )
 
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> Publisher | None:
-        """From Megatron's parsed arguments with our flags; None without ``--publish-weights``.
-
-        Raises:
-            ValueError: naming the flags that contradict each other.
-        """
-        from ..training.flags import from_args
-
-        settings = from_args(WeightsConfig, args)
-        if settings.publish_weights is None:
-            return None
-        refuse_sharded_parameters(args, "--publish-weights")
-        return cls(settings, args.true_vocab_size)
-
-    def start(self, model: Sequence[nn.Module], step: int) -> PublishedWeights:
-        """Publish the weights that training starts or continues from, and withdraw what was published after them.
-
-        Args:
-            model: the chunks of this rank.
-            step: training steps already done: 0, or the loaded checkpoint's.
-        """
-        return self.publish(model, step)
-
     def after_step(self, model: Sequence[nn.Module], step: int) -> PublishedWeights | None:
         """Publish, if it is time.
 
@@ -85,7 +55,11 @@ class Publisher:
         return self.publish(model, step) if step % self.settings.publish_interval == 0 else None
 
     def publish(self, model: Sequence[nn.Module], step: int) -> PublishedWeights:
-        """Publish now.
+        """Publish now, and withdraw what was published of later steps.
+
+        Args:
+            model: the chunks of this rank.
+            step: training steps done.
 
         Raises:
             ValueError, OSError, RuntimeError: see ``export``. Nothing is published then, and ``latest`` stays.
@@ -97,14 +71,3 @@ class Publisher:
         if dist.get_rank() == 0:
             print(f"> published step {step} in {time.monotonic() - started:.1f} s: {published.path}", flush=True)
         return published
-
-
-def refuse_sharded_parameters(args: argparse.Namespace, flag: str) -> None:
-    """Refuse data parallelism that leaves no rank with whole parameters.
-
-    Raises:
-        ValueError: naming the flags.
-    """
-    for other in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if getattr(args, other, False):
-            raise ValueError(f"{flag} does not work with --{other.replace('_', '-')}: remove one of them")

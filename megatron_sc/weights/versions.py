@@ -99,7 +99,7 @@ def begin(root: Path, version: int) -> Path:
     """Make the folder to write a version in; what an interrupted trainer left unfinished is deleted first."""
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        _delete(leftover)
     folder = root / f"{TEMPORARY}{version:08d}-{secrets.token_hex(4)}"
     folder.mkdir()
     return folder
@@ -172,4 +172,12 @@ def _prune(root: Path, published: PublishedWeights, keep: int) -> None:
     kept = {published.path.name, *earlier[: keep - 1]}
     for name in names:
         if name not in kept:
-            shutil.rmtree(root / name)
+            _delete((root / name).rename(root / f"{TEMPORARY}{name}"))  # renamed: nobody sees half a version
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or folder with a temporary name. What a reader on NFS holds open stays until the next time."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
