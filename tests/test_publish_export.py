@@ -1,6 +1,7 @@
 """Export and import of tiny Qwen3 and Qwen3-MoE models: against ``transformers``, and under every layout."""
 
 import json
+import math
 import resource
 from pathlib import Path
 
@@ -227,6 +228,27 @@ def logits_after_loading(folder):
     (model,) = build(folder)
     load_hf_weights([model], HFConfig.read(folder))
     return forward(model)
+
+
+@pytest.mark.parametrize(
+    ("keys", "parameters"),
+    [
+        (
+            {"num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "tie_word_embeddings": True},
+            596_049_920,
+        ),
+        (
+            {"moe": True, "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
+             "num_key_value_heads": 4, "num_experts": 128, "moe_intermediate_size": 768, "mlp_only_layers": []},
+            30_532_122_624,
+        ),
+    ],
+    ids=["Qwen3-0.6B", "Qwen3-30B-A3B"],
+)  # fmt: skip
+def test_published_models_have_their_parameters(tmp_path, keys, parameters):
+    config = HFConfig.read(write_config(tmp_path, head_dim=128, vocab_size=151936, **keys))
+    assert sum(map(math.prod, config.tensors().values())) == parameters
 
 
 def refusals(changes, out):
