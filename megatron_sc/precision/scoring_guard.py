@@ -47,8 +47,9 @@ class UnprotectedStateError(RuntimeError):
 def scoring(*models: nn.Module) -> Iterator[None]:
     """No gradients inside; quantization state as before afterwards, exceptions included. May be nested.
 
-    Inside, every module quantizes its weights anew, so no stale copy is used; that takes one more quantized copy of
-    the weights (1 byte a parameter under FP8) until the end. Modes, random streams and parameters are not touched:
+    Inside, every module quantizes its weights anew at its first forward pass, so no stale copy is used; after a change
+    of the weights inside, enter again. That takes one more quantized copy of the weights (1 byte a parameter under
+    FP8) until the end. Modes, random streams and parameters are not touched:
     see ``sampling.isolation`` for those.
 
     Args:
