@@ -88,6 +88,12 @@ class ObjectiveConfig:
         "in memory. Needs room for the output weight's gradient in float32 from a micro-batch's forward to its "
         "backward.",
     )
+    sc_logits_dtype: Literal["params", "fp32"] = _field(
+        "params",
+        "Dtype of the output layer's product: params (rounded to the parameters' dtype), or fp32 (sums and logits in "
+        "float32, at twice the logits' memory). Set it as the sampler does: one side alone in float32 is worse than "
+        "none.",
+    )
     metrics_jsonl: str | None = _field(None, "Append one JSON object per logged step to this file.")
 
     def __post_init__(self) -> None:
@@ -111,6 +117,11 @@ class ObjectiveConfig:
     def centers(self) -> bool:
         """Whether the average score is subtracted."""
         return self.loss_correction == "score_centering"
+
+    @property
+    def float32_logits(self) -> bool:
+        """Whether the output layer's product is kept in float32."""
+        return self.sc_logits_dtype == "fp32"
 
     def weight(self) -> ImportanceWeight:
         """f, with its bounds."""

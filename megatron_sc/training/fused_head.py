@@ -34,7 +34,9 @@ def fused_head_loss(
     Raises:
         ValueError: for a layer that does what the fused head does not; it names the flag.
     """
-    _check(output_layer, config)
+    check_layer(output_layer, config, "--fuse-lm-head")
+    if getattr(config, "fp16", False):
+        raise ValueError("--fuse-lm-head does not support --fp16: remove one of them")
     scale = _multiplier(scale_logits)
 
     def forward(hidden: Tensor) -> CenteredLmHeadOutput:
@@ -48,7 +50,7 @@ def fused_head_loss(
             **options,
         )
 
-    return _call_in_place_of_forward(output_layer, forward, hidden_states)
+    return call_in_place_of_forward(output_layer, forward, hidden_states)
 
 
 def loss_with_gradient(out: CenteredLmHeadOutput) -> Tensor:
@@ -61,7 +63,7 @@ def loss_with_gradient(out: CenteredLmHeadOutput) -> Tensor:
     return out.loss + nothing / max(out.loss.numel(), 1)
 
 
-def _call_in_place_of_forward(layer: torch.nn.Module, forward: Callable[..., Any], *inputs: Any) -> Any:
+def call_in_place_of_forward(layer: torch.nn.Module, forward: Callable[..., Any], *inputs: Any) -> Any:
     """``layer(*inputs)`` with another forward, so that the layer's hooks run around it.
 
     A forward pre-hook of the layer waits for its weight under ``--overlap-param-gather``: what ``forward`` reads before
@@ -78,8 +80,13 @@ def _call_in_place_of_forward(layer: torch.nn.Module, forward: Callable[..., Any
             layer.forward = before
 
 
-def _check(layer: Any, config: Any) -> None:
-    """Refuse what the fused head does not do.
+def check_layer(layer: Any, config: Any, flag: str) -> None:
+    """Refuse what a product in the place of Megatron's output layer does not do.
+
+    Args:
+        layer: Megatron's output layer.
+        config: the model's ``TransformerConfig``.
+        flag: what asks for the product.
 
     Raises:
         ValueError: naming the flag.
@@ -88,7 +95,6 @@ def _check(layer: Any, config: Any) -> None:
     refused = {
         "an output layer with a bias": layer.bias is not None,
         "--fp8-output-proj": getattr(config, "fp8_output_proj", False),
-        "--fp16": getattr(config, "fp16", False),
         "--defer-embedding-wgrad-compute": getattr(config, "defer_embedding_wgrad_compute", False),
         "--use-megatron-fsdp": is_fsdp,
         "generalized tensor parallelism (gtp_remat)": getattr(layer, "gtp_remat_size", 1) > 1,
@@ -96,7 +102,7 @@ def _check(layer: Any, config: Any) -> None:
     }
     for what, found in refused.items():
         if found:
-            raise ValueError(f"--fuse-lm-head does not support {what}: remove one of them")
+            raise ValueError(f"{flag} does not support {what}: remove one of them")
 
 
 def _multiplier(scale_logits: Callable[[Tensor], Tensor]) -> float:

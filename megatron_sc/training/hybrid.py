@@ -12,6 +12,7 @@ from typing import Any
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
+from ..precision.head_dtype import require_unquantized_head
 from .output_processor import LossContext, centered_logits
 
 
@@ -40,6 +41,9 @@ def forward_with_loss(model: nn.Module, *inputs: Any, context: LossContext, **op
     """
     if context.objective.fuse_lm_head:
         raise ValueError("--fuse-lm-head needs GPTModel's output processor; remove it, HybridModel has none")
+    if context.objective.float32_logits:
+        raise ValueError("--sc-logits-dtype fp32 needs GPTModel's output processor; remove it, HybridModel has none")
+    require_unquantized_head(get_model_config(model))
     if get_model_config(model).use_mup:
         raise ValueError("--use-mup scales a HybridModel's logits after its output layer; not supported: remove it")
     if not get_attr_wrapped_model(model, "post_process"):

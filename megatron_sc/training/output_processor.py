@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..precision.head_dtype import require_unquantized_head
 from ..vocab_parallel import VocabShard, centered_loss
 from .batch import Batch, sampler_distribution
 from .config import Distribution, ObjectiveConfig
+from .float32_head import float32_logits
 from .fused_head import fused_head_loss, loss_with_gradient
 
 
@@ -52,15 +54,23 @@ def centered_output_processor(
 
     The gradient is written over the logits' storage: nothing after this call needs them. With ``--fuse-lm-head`` there
     are no logits, and the gradient of the loss belongs to its sum, see ``loss_with_gradient``.
+
+    Raises:
+        ValueError: for an output layer in FP8, or one that the configured head cannot stand in for.
     """
-    if not context.objective.fuse_lm_head:
-        logits, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
+    require_unquantized_head(config)
+    objective = context.objective
+    if not objective.fuse_lm_head:
+        if objective.float32_logits:
+            logits = float32_logits(output_layer, output_weight, hidden_states, config, context.group)
+        else:
+            logits, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
         return centered_logits(scale_logits(logits), context)
     columns = (output_layer.weight if output_weight is None else output_weight).shape[0]
     arguments, options = _arguments(context, columns)
     fused = fused_head_loss(
         output_layer, output_weight, hidden_states, scale_logits, config, *arguments,
-        metrics=context.with_metrics, **options,
+        metrics=context.with_metrics, float32_logits=objective.float32_logits, **options,
     )  # fmt: skip
     metrics = {name: fused.metrics.get(name, torch.full_like(fused.loss, torch.nan)) for name in fused.metric_names}
     return _output(loss_with_gradient(fused), metrics, context)

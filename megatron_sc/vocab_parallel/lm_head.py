@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from ..objective.distributions import SamplerDistribution
 from ..objective.weights import ImportanceWeight
 from . import backend
+from .float32_product import product_into
 from .hidden_states import HiddenReduction, gather_hidden
 from .loss import make_problem
 from .op import evaluate
@@ -79,6 +80,7 @@ def centered_lm_head_loss(
     entropy_metric: bool = True,
     logits_scale: float = 1.0,
     sequence_parallel: bool = False,
+    float32_logits: bool = False,
     metrics: bool = True,
     chunk_tokens: int | None = None,
     chunk_rows: int | None = None,
@@ -113,6 +115,8 @@ def centered_lm_head_loss(
         entropy_metric: False leaves ``entropy`` out of the metrics.
         logits_scale: s, which multiplies the logits (MuP).
         sequence_parallel: whether ``hidden`` is this rank's share of the tokens.
+        float32_logits: keep logits in float32 instead of rounding them to the dtype of ``hidden``; a chunk then has
+            half as many tokens. Their gradient is rounded once, for the two products that follow.
         metrics: False: return none. That saves time with ``Draws`` and ``Uniform`` only.
         chunk_tokens: tokens a chunk, the same on every rank; default: see ``CHUNK_BYTES``.
         chunk_rows: see ``centered_loss``.
@@ -137,8 +141,9 @@ def centered_lm_head_loss(
         problem,
         logits_scale,
         sequence_parallel,
-        chunk_tokens or _default_chunk(hidden, problem),
+        chunk_tokens or _default_chunk(hidden, problem, float32_logits),
         with_gradient,
+        float32_logits,
         with_metrics=metrics,
     )
     with torch.autocast(hidden.device.type, enabled=False):
@@ -165,6 +170,7 @@ class _Call:
     sequence_parallel: bool
     chunk_tokens: int
     with_gradient: bool
+    float32_logits: bool
     with_metrics: bool
 
     def chunks(self, n: int) -> Iterator[tuple[int, int]]:
@@ -189,20 +195,24 @@ class FusedHeadLoss(torch.autograd.Function):
             grad_hidden = torch.empty_like(tokens)
         if call.with_gradient and ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(matrix, dtype=dtype)
-        buffer = tokens.new_empty((min(call.chunk_tokens, n), matrix.shape[0]))
+        logits_dtype = dtype if call.float32_logits else tokens.dtype
+        buffer = tokens.new_empty((min(call.chunk_tokens, n), matrix.shape[0]), dtype=logits_dtype)
         for start, stop in call.chunks(n):
             part, rows = problem.of_rows(start, stop), tokens[start:stop]
             if part.mask is not None:  # a masked row may hold anything, and 0 * NaN is NaN
                 rows = rows.masked_fill(~part.mask.unsqueeze(1), 0.0)
             logits = buffer[: stop - start]
-            torch.addmm(logits, rows, matrix.t(), beta=0, alpha=scale, out=logits)
+            if call.float32_logits:
+                product_into(logits, rows, matrix, scale)
+            else:
+                torch.addmm(logits, rows, matrix.t(), beta=0, alpha=scale, out=logits)
             chunk_loss, chunk_metrics, state = evaluate(logits, part)
             loss[start:stop] = chunk_loss
             if call.with_metrics:
                 metrics[:, start:stop] = chunk_metrics
             if not call.with_gradient:
                 continue
-            gradient = backend.gradient(logits, part, state, torch.ones_like(chunk_loss))
+            gradient = backend.gradient(logits, part, state, torch.ones_like(chunk_loss)).to(tokens.dtype)
             if grad_hidden is not None:
                 out = grad_hidden[start:stop]
                 torch.addmm(out, gradient, matrix, beta=0, alpha=scale, out=out)
@@ -245,8 +255,8 @@ def _tokens(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None, seq
     return hidden.shape[0] * (dist.get_world_size(group) if sequence_parallel and group is not None else 1)
 
 
-def _default_chunk(hidden: Tensor, problem: Problem) -> int:
+def _default_chunk(hidden: Tensor, problem: Problem, float32_logits: bool) -> int:
     """Tokens a chunk. From the average shard, so that ranks with uneven shards agree."""
     ranks = 1 if problem.group is None else dist.get_world_size(problem.group)
-    row_bytes = -(-problem.shard.size // ranks) * hidden.element_size()
+    row_bytes = -(-problem.shard.size // ranks) * (compute_dtype(hidden) if float32_logits else hidden.dtype).itemsize
     return max(CHUNK_BYTES.get(hidden.device.type, 1 << 28) // row_bytes, 1)
