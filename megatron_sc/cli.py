@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from .commands import inspect, selfcheck, validate
+from .commands import audit, inspect, selfcheck, validate
 
-SUBCOMMANDS = (validate, inspect, selfcheck)
+SUBCOMMANDS = (validate, inspect, selfcheck, audit)
 """In the order of ``--help``."""
 
 
