@@ -111,6 +111,9 @@ def refusals_on_rank() -> None:
     fused = ObjectiveConfig("score_centering", fuse_lm_head=True)
     with pytest.raises(ValueError, match="--fuse-lm-head needs GPTModel's output processor"):
         forward_with_loss(model, context=LossContext(data, fused, "head", VOCAB, group, []))
+    float32 = ObjectiveConfig("score_centering", sc_logits_dtype="fp32")
+    with pytest.raises(ValueError, match="--sc-logits-dtype fp32 needs GPTModel's output processor"):
+        forward_with_loss(model, context=LossContext(data, float32, "head", VOCAB, group, []))
     with pytest.raises(ValueError, match="the embedded sampler needs a GPTModel, got HybridModel"):
         generate(model, data.tokens, torch.full((BATCH,), 2), torch.zeros(BATCH, 1, 1), VOCAB)
     model.config.use_mup = True

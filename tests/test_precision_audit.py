@@ -222,6 +222,7 @@ def test_planted_gate_case():
     assert fixed.agrees
     assert not fixed.partial_names
     assert fixed.unused == ("mlp.gate",)
+    assert not result.unused
 
 
 def test_first_and_last_layers_of_the_trainer_must_be_ignored_by_the_sampler():
@@ -343,7 +344,17 @@ def test_compressed_tensors_groups_decide_what_is_quantized():
     result = compare(DENSE, BLOCKWISE, quantization)
     assert {d.projection.kind for d in result.differences} == {"mlp"}
     assert {d.sampler.because for d in result.differences} == {"no group targets it"}
+    attention["targets"] = ["re:.*[qkv]_proj"]
+    assert {d.projection.megatron.split(".")[-1] for d in compare(DENSE, BLOCKWISE, quantization).differences} == {
+        "linear_proj", "linear_fc1", "linear_fc2",
+    }  # fmt: skip
+    attention["targets"] = ["re:.*q_proj", "re:.*o_proj", "re:.*mlp.*"]  # not all shards of qkv_proj
+    assert {d.projection.checkpoint[-6:] for d in compare(DENSE, BLOCKWISE, quantization).differences} == {
+        "q_proj", "k_proj", "v_proj",
+    }  # fmt: skip
     attention["targets"] = ["Linear"]
+    quantization["ignore"] += ["re:.*mlp.gate$", "re:.*visual.*"]
+    assert compare(MOE, f"{BLOCKWISE} --moe-grouped-gemm", quantization).unused == ("re:.*visual.*",)
     assert compare(DENSE, BLOCKWISE, quantization).agrees
     assert compare(MOE, f"{BLOCKWISE} --moe-grouped-gemm", quantization).agrees
 

@@ -281,23 +281,20 @@ def audit(
     """
     found = projections(config, grouped_experts)
     differences, refused, partial = [], [], []
-    used: set[str] = set()
-    for module, parts in sampler.modules(found):
-        used |= {entry for entry in sampler.ignored if _concerns(entry, module)}
+    modules = sampler.modules(found)
+    for module, parts in modules:
         try:
             theirs = sampler.verdict(module)
         except PartlyIgnoredError as error:
             refused.append(str(error))
             continue
-        if theirs.entry is not None:
-            used.add(theirs.entry)
-            if _took_part_of_a_name(theirs.entry, module):
-                partial.append((theirs.entry, module.path))
+        if theirs.entry is not None and _took_part_of_a_name(theirs.entry, module):
+            partial.append((theirs.entry, module.path))
         for projection in parts:
             ours = trainer.verdict(projection)
             if ours.is_quantized != theirs.is_quantized:
                 differences.append(Difference(projection, ours, theirs))
-    unused = tuple(entry for entry in sampler.ignored if entry not in used)
+    unused = _unused(sampler, [module for module, _ in modules])
     return Audit(tuple(differences), tuple(refused), tuple(partial), unused, len(found))
 
 
@@ -326,18 +323,35 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join("" if a < 0 else str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
+def _is_plain(entry: str) -> bool:
+    """Whether it is text to compare, not a glob or a regular expression."""
+    return not entry.startswith("re:") and not any(sign in entry for sign in "*?[\\(|$^")
+
+
 def _took_part_of_a_name(entry: str, module: Module) -> bool:
     """Whether a plain entry is in none of the module's paths as whole components."""
-    if entry.startswith("re:") or any(sign in entry for sign in "*?[\\(|$^"):
-        return False
-    paths = (module.path, *module.shards)
     bases = {entry, entry.removeprefix("model.")}
-    return not any(is_component_match(base, path) for base in bases for path in paths)
+    paths = (module.path, *module.shards)
+    return _is_plain(entry) and not any(is_component_match(base, path) for base in bases for path in paths)
 
 
-def _concerns(entry: str, module: Module) -> bool:
-    """Whether a plain entry names the module or a matrix in it, whatever the engine makes of it."""
-    return any(is_component_match(entry.removeprefix("model."), path) for path in (module.path, *module.shards))
+def _unused(sampler: SamplerLayers, modules: Sequence[Module]) -> tuple[str, ...]:
+    """Entries that name no module and no matrix in one, and that take none by the engine's rule either."""
+    named: set[str] = set()
+    for path in {path for module in modules for path in (module.path, *module.shards)}:
+        parts = path.split(".")
+        spans = ((i, j) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+        named |= {".".join(parts[i:j]) for i, j in spans}
+    rest = [entry for entry in sampler.ignored if entry.rstrip(".").removeprefix("model.") not in named]
+    return tuple(entry for entry in rest if not any(_takes(sampler.rule, entry, module) for module in modules))
+
+
+def _takes(rule: str, entry: str, module: Module) -> bool:
+    """Whether the entry alone makes the engine ignore the module, or a part of it."""
+    try:
+        return RULES[rule](module, [entry]) is not None
+    except PartlyIgnoredError:
+        return True
 
 
 def _names(target: str, path: str) -> bool:

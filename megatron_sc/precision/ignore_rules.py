@@ -60,7 +60,7 @@ Rule = Callable[[Module, Sequence[str]], str | None]
 
 
 def is_component_match(entry: str, path: str) -> bool:
-    """Whether ``entry`` is some whole components of ``path``: ``mlp.gate`` of ``0.mlp.gate``, not of ``0.mlp.gates``."""
+    """Whether ``entry`` is whole components of ``path``: ``mlp.gate`` is of ``0.mlp.gate``, not of ``0.mlp.gates``."""
     return f".{entry.rstrip('.')}." in f".{path.rstrip('.')}."
 
 
