@@ -310,7 +310,7 @@ def _check_heads(findings: _Findings, manifest: Manifest, encoded: bool) -> None
             f"must be in [0, {manifest.true_vocab_size}), the true vocabulary")  # fmt: skip
     infinite = ~(np.isfinite(logprobs) & (logprobs <= LOGPROB_SLACK))
     by_head(infinite, "head_logprobs", lambda i: logprobs[i], "must be finite and <= 0")
-    by_head(_duplicates(ids, heads), "head_ids", lambda i: ids[i], "occurs twice in one head")
+    by_head(find_duplicates(ids, heads), "head_ids", lambda i: ids[i], "occurs twice in one head")
     rises = np.zeros(len(logprobs), np.bool_)
     rises[1:] = logprobs[1:] > logprobs[:-1]
     rises[heads[:-1][sizes > 0]] = False
@@ -432,7 +432,7 @@ def find_tokens(tokens: npt.NDArray[np.int32], ids: npt.NDArray[np.int32], heads
     return inside, at
 
 
-def _duplicates(ids: npt.NDArray[np.int32], heads: Int64) -> Bool:
+def find_duplicates(ids: npt.NDArray[np.int32], heads: Int64) -> Bool:
     """Bool ``[m]``: entries whose id stands in the same head before."""
     found = np.zeros(len(ids), np.bool_)
     for block in blocks(heads):
