@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from .commands import audit, inspect, selfcheck, validate
+from .commands import audit, convert, inspect, selfcheck, validate
 
-SUBCOMMANDS = (validate, inspect, selfcheck, audit)
+SUBCOMMANDS = (validate, inspect, convert, selfcheck, audit)
 """In the order of ``--help``."""
 
 

@@ -62,7 +62,7 @@ def response(
     sampled = np.array(sampled_logprobs, np.float32)
     versions = (
         np.full(length, weight_version, np.int32)
-        if isinstance(weight_version, int)
+        if isinstance(weight_version, int | np.integer)
         else _ids(weight_version, "weight_version", request)
     )
     tail = None if log_tail_mass is None else np.asarray(log_tail_mass, np.float32)

@@ -34,7 +34,7 @@ def token_versions(spans: Sequence[Any] | None, length: int, weight_version: Wei
             several labels and one ``weight_version``; spans that leave a gap.
     """
     if spans is None:
-        if not isinstance(weight_version, int):
+        if not isinstance(weight_version, int | np.integer):
             raise request.error("no weight version is reported", ADVICE)
         return np.full(length, weight_version, np.int32)
     versions = np.empty(length, np.int32)
@@ -48,7 +48,7 @@ def token_versions(spans: Sequence[Any] | None, length: int, weight_version: Wei
                 "spans must cover the response without gaps: capture the finished output",
             )
         labels.add(label)
-        if isinstance(weight_version, int):
+        if isinstance(weight_version, int | np.integer):
             versions[start:end] = weight_version
         else:
             versions[start:end] = _step(label, weight_version, request)
@@ -58,7 +58,7 @@ def token_versions(spans: Sequence[Any] | None, length: int, weight_version: Wei
             f"weight_versions ends at {position} of {length} tokens",
             "spans must cover the response without gaps: capture the finished output",
         )
-    if isinstance(weight_version, int) and len(labels) > 1:
+    if isinstance(weight_version, int | np.integer) and len(labels) > 1:
         raise request.error(
             f"weights changed during the response ({', '.join(map(repr, sorted(labels)))})",
             "one weight_version= cannot describe it: pass a mapping from these labels to trainer steps",
