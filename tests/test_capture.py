@@ -118,8 +118,44 @@ def test_wrong_width_is_refused():
     with pytest.raises(CaptureError, match="position 0: 5 tokens listed, asked for 3"):
         make(source, source.top(5), source.at(source.top(5)), k=3)
     shifted = np.roll(source.added(4), 1, 0)
-    with pytest.raises(CaptureError, match="not the sampled token"):
+    with pytest.raises(CaptureError, match="neither first nor last the sampled token"):
         make(source, shifted, source.at(shifted), k=4)
+
+
+def test_added_token_in_the_last_place():
+    source = truth(40)
+    inside = (source.top(4) == source.tokens[:, None]).any(axis=1)
+    assert 0 < inside.sum() < len(inside)
+    rows = [
+        row if held else [*row, token] for row, held, token in zip(source.top(4), inside, source.tokens, strict=True)
+    ]
+    ids = np.concatenate(rows)
+    logprobs = np.concatenate([line[np.array(row)] for line, row in zip(source.logq, rows, strict=True)])
+    sizes = [len(row) for row in rows]
+    assert heads(make(source, ids, logprobs, head_sizes=sizes, k=4)) == expected(source, 4)
+    with pytest.raises(CaptureError, match=r"position \d+: the sampled token \d+ stands after 4 others; pass k"):
+        make(source, ids, logprobs, head_sizes=sizes)
+
+
+def test_rows_that_only_k_can_read_are_refused_without_it():
+    # The sampled token in front, once: k + 1 distinct tokens, or k with one out of order.
+    source = truth(40)
+    outside = np.flatnonzero(~(source.top(4) == source.tokens[:, None]).any(axis=1))
+    part = Truth(source.logq[outside], source.tokens[outside])
+    with pytest.raises(CaptureError, match=r"position 0: the sampled token .* stands before 4 others; pass k"):
+        make(part, part.added(4), part.at(part.added(4)))
+    with pytest.raises(CaptureError, match=r"position \d+: the sampled token .* stands before 4 others; pass k"):
+        make(source, source.added(4), source.at(source.added(4)))  # where it stands twice, once is taken out
+
+
+def test_empty_response_and_segment():
+    nothing = Truth(np.empty((0, 50)), np.empty(0, np.int64))
+    empty = segment(nothing, PROMPT, 3)
+    assert len(empty.response_ids) == len(empty.head.ids) == 0
+    source = truth(3)
+    joined = join([empty, segment(source, PROMPT, 4)])  # aborted before its first token, then resumed
+    assert joined.weight_version.tolist() == [4] * 3
+    assert heads(joined) == expected(source, 4)
 
 
 def test_lengths_are_named_and_never_padded():
@@ -198,7 +234,7 @@ def test_truncating_sampler_needs_its_support():
 @pytest.mark.parametrize("temperature", [0.0, -1.0, np.nan, np.inf])
 def test_greedy_is_refused(temperature):
     source = truth()
-    with pytest.raises(CaptureError, match=r"temperature is .*; a greedy response"):
+    with pytest.raises(CaptureError, match=r"temperature is .*; must be a number > 0: a greedy"):
         make(source, None, None, Sampling(temperature=temperature))
 
 

@@ -225,7 +225,7 @@ BAD = {
     "a head": (lambda row: row["rollout_topk_token_ids"][3].pop(), "have rows of different lengths"),
     "text": (change(rollout_topk_token_ids="abc"), "rollout_topk_token_ids must be a list of lists"),
     "a repeated id": (lambda row: row["rollout_topk_token_ids"].__setitem__(1, [7, 7, 7, 7]), "position 1: token 7 is"),
-    "temperature": (change(temperature=0), "temperature is 0.0; a greedy response"),
+    "temperature": (change(temperature=0), "temperature is 0.0; must be a number > 0"),
     "vocabulary": (lambda row: row["tokens"].__setitem__(0, 77), "prompt_ids is 77; must be in"),
     "a finish": (lambda row: row.pop("status"), "no status; every record must have the columns of the first one"),
     "metadata": (change(metadata=[1]), r"metadata is \[1\]; must be a JSON object"),
@@ -275,7 +275,7 @@ def test_groups_with_a_bad_rollout_can_be_dropped(tmp_path, capsys):
         ("{}", ["--column", "colour=x"], "--column colour=x: must be FIELD=NAME"),
         ("{}", ["--format", "vllm"], "--temperature is needed"),
         ('{"a": 1}', ["--format", "vllm", "--temperature", "1"], r"line 1: .*no choices in \['a'\]"),
-        ('{"a": 1}', ["--format", "sglang", "--temperature", "1"], "line 1: not a reply of sglang .KeyError: 'meta_in"),
+        ('{"a": 1}', ["--format", "sglang", "--temperature", "1"], "line 1: sglang request 0: no meta_info"),
         (
             '{"response": {"choices": []}, "request": {"top_p": 0.9}}',
             ["--format", "vllm", "--temperature", "1"],

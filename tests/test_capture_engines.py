@@ -138,7 +138,7 @@ def test_vllm_support(rows):
         ({"temperature": 0.6}, "raw_logprobs", "raw, but tokens were drawn with temperature 0.6"),
         ({"repetition_penalty": 1.1}, "raw_logprobs", "drawn with repetition_penalty 1.1"),
         ({"logit_bias": {5: -100.0}}, "raw_logprobs", "drawn with logit_bias"),
-        ({"temperature": 0.0}, PROCESSED, ": temperature is 0.0; a greedy response"),
+        ({"temperature": 0.0}, PROCESSED, ": temperature is 0.0; must be a number > 0"),
         ({}, "processed_logits", "logprobs_mode is 'processed_logits'; must be one of"),
         ({"logprobs": None}, PROCESSED, "SamplingParams.logprobs is None; set it to k"),
         ({"logprobs": -1}, PROCESSED, "logprobs is -1; ask for a number"),

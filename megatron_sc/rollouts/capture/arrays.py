@@ -44,7 +44,7 @@ def response(
         head_ids: int ``[R, k]`` with ids below 0 as padding; or flat, with ``head_sizes``. None: no heads.
         head_logprobs: float, like ``head_ids``. -inf, and numbers at or below -9999, mean no mass.
         head_sizes: int ``[R]`` entries of each position in flat ``head_ids``.
-        k: how many tokens were asked for, where rows of k + 1 list the sampled token first.
+        k: how many tokens were asked for, where rows of k + 1 hold the sampled token in addition, first or last.
         log_tail_mass: float ``[R]`` log of the mass outside the head, where the sampler reports it.
         response_mask: bool ``[R]``; False: not drawn from the sampler (a tool's token). None: all were.
         finish_reason: any text.
@@ -55,7 +55,7 @@ def response(
         CaptureError: if lengths differ, a trained token has no log-probability, or ``head.make_head`` refuses a head.
     """
     request = request or Request("", "arrays")
-    sampling.check(request)
+    temperature = sampling.check(request)
     prompt, tokens = _ids(prompt_ids, "prompt_ids", request), _ids(response_ids, "response_ids", request)
     length = len(tokens)
     trained = np.ones(length, np.bool_) if response_mask is None else np.asarray(response_mask).astype(np.bool_)
@@ -93,7 +93,7 @@ def response(
         head=_head(head_ids, head_logprobs, head_sizes, k, tokens, sampled, trained, sampling, request),
         log_tail_mass=tail,
         head_is_support=sampling.truncates and head_ids is not None,
-        temperature=sampling.temperature,
+        temperature=temperature,
         finish_reason=finish_reason,
         expert_routes=expert_routes,
         name=request.name,

@@ -42,17 +42,19 @@ def make_head(
         trained: bool ``[R]``; other positions may list nothing.
         sampling: how tokens were drawn.
         request: for errors.
-        k: how many tokens were asked for, where a row of k + 1 lists the sampled token first. None: rows list what they
-            list; only a sampled token that stands first and again is taken out.
+        k: how many tokens were asked for, where a row of k + 1 holds the sampled token in addition, first or last.
+            None: rows list what they list; only a sampled token that stands first and again is taken out.
 
     Raises:
-        CaptureError: for a log-probability that is NaN or positive, a token listed twice, a row longer than k + 1, a
-            trained position without a head, a mass above 1, a support that is not whole, and a sampled token whose
-            log-probability contradicts the head.
+        CaptureError: for a log-probability that is NaN or positive, a token listed twice, a row longer than k + 1, rows
+            that only k tells from k + 1, a trained position without a head, a mass above 1, a support that is not
+            whole, and a sampled token whose log-probability contradicts the head.
     """
     _check_entries(listed, request)
     head = (
-        _without_repeats(listed, tokens, sampled, request) if k is None else _without_added(listed, tokens, k, request)
+        _without_repeats(listed, tokens, sampled, sampling, request)
+        if k is None
+        else _without_added(listed, tokens, k, request)
     )
     head = select(head, head.logprobs > NO_MASS)
     offsets = offsets_of(head.sizes)
@@ -105,36 +107,39 @@ def _check_entries(listed: Head, request: Request) -> None:
 
 
 def _without_added(listed: Head, tokens: Int32, k: int, request: Request) -> Head:
-    """Rows of k + 1 list the sampled token first: without it they are the k most likely."""
-    added = listed.sizes == k + 1
+    """Rows of k + 1 hold the sampled token first or last: without it they are the k most likely."""
     wrong = listed.sizes > k + 1
     if wrong.any():
         row = int(wrong.argmax())
         raise request.error(
             f"{listed.sizes[row]} tokens listed, asked for {k}", "pass the request that made this response", row
         )
-    if not added.any():
-        return listed
-    first = offsets_of(listed.sizes)[:-1][added]
-    other = listed.ids[first] != tokens[added]
-    if other.any():
-        row = int(np.flatnonzero(added)[other.argmax()])
+    added = np.flatnonzero(listed.sizes == k + 1)
+    ends = np.cumsum(listed.sizes, dtype=np.int64)[added]
+    first, last = ends - (k + 1), ends - 1
+    leads, trails = listed.ids[first] == tokens[added], listed.ids[last] == tokens[added]
+    if not (leads | trails).all():
+        row = int(added[(~(leads | trails)).argmax()])
         raise request.error(
-            f"{k + 1} tokens listed for {k}, and the first is {listed.ids[first[other.argmax()]]}, not the sampled "
-            f"token {tokens[row]}",
+            f"{k + 1} tokens listed for {k}, neither first nor last the sampled token {tokens[row]}",
             "rows must be those of the same position: heads are shifted, or the request is another one's",
             row,
         )
     keep = np.ones(len(listed.ids), np.bool_)
-    keep[first] = False
+    keep[np.where(leads, first, last)] = False
     return select(listed, keep)
 
 
-def _without_repeats(listed: Head, tokens: Int32, sampled: Float32, request: Request) -> Head:
-    """Take out a sampled token that is listed first and again with the same log-probability."""
+def _without_repeats(listed: Head, tokens: Int32, sampled: Float32, sampling: Sampling, request: Request) -> Head:
+    """Take out a sampled token that is listed first and again with the same log-probability.
+
+    Rows of which one may hold it in addition to the most likely tokens are refused: k decides that.
+    """
     offsets = offsets_of(listed.sizes)
     repeated = find_duplicates(listed.ids, offsets)
     if not repeated.any():
+        if not sampling.truncates:  # a support holds the sampled token
+            _check_unadded(listed, offsets, tokens, request)
         return listed
     entries = np.flatnonzero(repeated)
     rows = np.searchsorted(offsets, entries, side="right") - 1
@@ -150,7 +155,27 @@ def _without_repeats(listed: Head, tokens: Int32, sampled: Float32, request: Req
         raise _repeated(listed, offsets, int(entries[(~same).argmax()]), request)
     keep = np.ones(len(listed.ids), np.bool_)
     keep[first] = False
-    return select(listed, keep)
+    rest = select(listed, keep)
+    if not sampling.truncates:
+        _check_unadded(rest, offsets_of(rest.sizes), tokens, request)
+    return rest
+
+
+def _check_unadded(listed: Head, offsets: npt.NDArray[np.int64], tokens: Int32, request: Request) -> None:
+    """Refuse rows whose widest all lead, out of order, or all end with the sampled token."""
+    widest = int(listed.sizes.max(initial=0))
+    if widest < 2 or widest > int(listed.sizes.min()) + 1:
+        return
+    rows = np.flatnonzero(listed.sizes == widest)
+    first, last = offsets[rows], offsets[rows + 1] - 1
+    leads = (listed.ids[first] == tokens[rows]).all() and (listed.logprobs[first] < listed.logprobs[first + 1]).any()
+    trails = (listed.ids[last] == tokens[rows]).all() and len(rows) < len(listed.sizes)
+    if leads or trails:
+        raise request.error(
+            f"the sampled token {tokens[rows[0]]} stands {'before' if leads else 'after'} {widest - 1} others",
+            "pass k, how many were asked for: a row of k + 1 holds it in addition, and it is no part of the head",
+            int(rows[0]),
+        )
 
 
 def _repeated(listed: Head, offsets: npt.NDArray[np.int64], entry: int, request: Request) -> Exception:

@@ -30,7 +30,7 @@ class Sampling:
     """The distribution that a response was drawn from.
 
     Attributes:
-        temperature: the engine divides logits by it.
+        temperature: the engine divides logits by it. None: not known, which no response may have.
         top_p: 1 keeps all.
         top_k: 0 keeps all.
         min_p: 0 keeps all.
@@ -43,7 +43,7 @@ class Sampling:
         advice: how to make this engine report processed log-probabilities; ends errors.
     """
 
-    temperature: float = 1.0
+    temperature: float | None = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -59,18 +59,21 @@ class Sampling:
         """Whether a head must be the sampler's whole support."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request) -> float:
         """Refuse log-probabilities that are not those of the sampler.
+
+        Returns:
+            The temperature.
 
         Raises:
             CaptureError: for a temperature of 0, and for raw or tempered log-probabilities where they differ from
                 processed ones: a recorded head can be neither tempered nor truncated afterwards, because the mass of
                 its tail under the new distribution is unknown.
         """
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+        if self.temperature is None or not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise request.error(
                 f"temperature is {self.temperature}",
-                "a greedy response has no distribution to center under: sample with temperature > 0",
+                "must be a number > 0: a greedy response has no distribution to center under",
             )
         changed = [f"{name} {value}" for name, value in self._truncation() if self.logprobs != "processed"]
         if self.logprobs == "raw":
@@ -84,6 +87,7 @@ class Sampling:
             raise request.error(
                 f"log-probabilities are {self.logprobs}, but tokens were drawn with {', '.join(changed)}", self.advice
             )
+        return self.temperature
 
     def fingerprint(self, **engine: str) -> SamplerFingerprint:
         """For a buffer's manifest.

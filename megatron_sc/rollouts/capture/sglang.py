@@ -71,7 +71,9 @@ def responses(
     listed = [outputs] if isinstance(outputs, Mapping) else outputs
     result = []
     for index, output in enumerate(listed):
-        meta = output["meta_info"]
+        meta = output.get("meta_info")
+        if meta is None:
+            raise Request(ENGINE, str(index)).error("no meta_info", "pass the reply of /generate as it came")
         place = Request(ENGINE, str(meta.get("id", index)))
         wanted = request.get("sampling_params") or {}
         if not isinstance(wanted, Mapping):

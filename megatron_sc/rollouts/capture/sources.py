@@ -182,7 +182,9 @@ class EngineSource:
                 expert_routes=self.expert_routes,
                 original_logprobs=self.sampling.logprobs == "raw",
             )
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+        except RolloutError:
+            raise
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
             raise RolloutError(
                 f"{record.place}: not a reply of {self.engine} ({type(error).__name__}: {error}); must be a reply's "
                 "JSON, or have it under response"

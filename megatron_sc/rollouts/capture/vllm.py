@@ -267,9 +267,9 @@ def _response(
         )
     if support is not None and sampling.truncates:
         _check_support(support, listed, k, request)
-    sampled = listed.logprobs[first]
-    if cut and not sampling.truncates:
-        listed = _most_likely(listed)
+    sampled, width = listed.logprobs[first], k
+    if cut and k and not sampling.truncates:
+        listed, width = _most_likely(listed), k - 1
     return arrays.response(
         prompt,
         tokens,
@@ -279,7 +279,7 @@ def _response(
         head_ids=None if k == 0 else listed.ids,
         head_logprobs=None if k == 0 else listed.logprobs,
         head_sizes=None if k == 0 else listed.sizes,
-        k=None if cut else k,
+        k=width,
         finish_reason=finish_reason or "",
         expert_routes=_routes(routes, len(prompt) + len(tokens), routes_start, request),
         request=request,
@@ -328,7 +328,7 @@ def _listed(logprobs: Any, request: Request) -> Head:
 def _listed_generate(logprobs: Mapping[str, Any], request: Request) -> tuple[Head, list[int]]:
     """``GenerateLogProbs``."""
     content = logprobs.get("content") or []
-    rows = [position["top_logprobs"] for position in content]
+    rows = [position.get("top_logprobs") or [] for position in content]
     sizes = np.fromiter(map(len, rows), np.int32, len(rows))
     total = int(sizes.sum())
     ids = np.fromiter(map(itemgetter("token_id"), chain.from_iterable(rows)), np.int32, total)
@@ -341,7 +341,7 @@ def _listed_completion(logprobs: Mapping[str, Any], request: Request) -> tuple[H
     rows = logprobs.get("top_logprobs") or []
     if None in rows:
         raise request.error("top_logprobs is null", "an echoed prompt begins so: leave echo out", rows.index(None))
-    named = _ids_of(logprobs["tokens"], request).tolist()
+    named = _ids_of(logprobs.get("tokens") or [], request).tolist()
     sizes = np.fromiter(map(len, rows), np.int32, len(rows))
     ids = _ids_of(list(chain.from_iterable(rows)), request)
     values = chain.from_iterable(row.values() for row in rows)
@@ -352,7 +352,7 @@ def _listed_chat(logprobs: Mapping[str, Any], request: Request) -> tuple[Head, l
     """``ChatCompletionLogProbs``."""
     content = logprobs.get("content") or []
     named = _ids_of([position["token"] for position in content], request).tolist()
-    rows = [position["top_logprobs"] for position in content]
+    rows = [position.get("top_logprobs") or [] for position in content]
     sizes = np.fromiter(map(len, rows), np.int32, len(rows))
     ids = _ids_of(list(map(itemgetter("token"), chain.from_iterable(rows))), request)
     values = map(itemgetter("logprob"), chain.from_iterable(rows))
