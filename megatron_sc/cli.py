@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from .commands import audit, convert, inspect, selfcheck, validate
+from .commands import audit, convert, inspect, selfcheck, validate, weights
 
-SUBCOMMANDS = (validate, inspect, convert, selfcheck, audit)
+SUBCOMMANDS = (validate, inspect, convert, selfcheck, audit, weights)
 """In the order of ``--help``."""
 
 

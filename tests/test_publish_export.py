@@ -267,6 +267,8 @@ def refusals(changes, out):
             messages.append(str(error))
         if list((out / f"{i}").glob("*.json")):
             messages[-1] += " (and wrote its index)"
+    with pytest.raises(ValueError, match="is a GPTModel, not a Linear"):
+        export([torch.nn.Linear(2, 2)], HFConfig.read(folder), out / "0")
     return messages
 
 

@@ -153,17 +153,19 @@ def refused_flags(folder):
     from megatron_sc.training.weights import RunWeights
 
     messages = []
-    for flags in (
-        ["--finetune"],
-        [],
-        ["--publish-weights", "w", "--loss-correction", "none", "--true-vocab-size", "31"],
-        ["--publish-weights", "w", "--loss-correction", "none"],
+    for flags, settings in (
+        (["--finetune"], {}),
+        # Megatron itself refuses these without a GPU:
+        ([], {"use_megatron_fsdp": True}),
+        ([], {"gtp_weight_remat_size": 2}),
+        ([], {"fp8_param_gather": True}),
+        (["--publish-weights", "w", "--loss-correction", "none", "--true-vocab-size", "31"], {}),
+        (["--publish-weights", "w", "--loss-correction", "none"], {}),
     ):
         argv = ["train", *FLAGS, "--train-iters", "1", "--hf-checkpoint", folder, *flags]
         with mock.patch.object(sys, "argv", argv):
             args = parse_and_validate_args(extra_args_provider=add_arguments)
-        if not flags:
-            args.use_megatron_fsdp = True  # Megatron refuses the flag on one rank without a GPU
+        vars(args).update(settings)
         try:
             RunWeights.from_args(args)
             messages.append("accepted")
@@ -177,5 +179,7 @@ def test_contradicting_flags_are_refused(checkpoint):
     (messages,) = run_ranks(refused_flags, 1, str(checkpoint[0]), megatron=True)
     assert messages[0] == "--load-hf-weights would overwrite what --finetune loads: remove one of them"
     assert "--load-hf-weights does not work with --use-megatron-fsdp" in messages[1]
-    assert "--true-vocab-size is 31, but the sampler's softmax will have vocab_size 32" in messages[2]
-    assert messages[3] == "accepted"
+    assert "--load-hf-weights does not work with --tensor-parallel-num-weight-shards" in messages[2]
+    assert "--load-hf-weights with --fp8-param-gather would start the optimizer from rounded weights" in messages[3]
+    assert "--true-vocab-size is 31, but the sampler's softmax will have vocab_size 32" in messages[4]
+    assert messages[5] == "accepted"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sc.cli import main
 from megatron_sc.weights import PublishedWeights, latest, versions, wait_for
 
 
@@ -78,6 +79,25 @@ def test_waiting_ends_at_the_timeout_and_says_what_there_is(tmp_path):
     held = publish(tmp_path, 7)
     with pytest.raises(TimeoutError, match=r"still version 7 is published after 0\.05 s"):
         wait_for(tmp_path, other_than=held, timeout=0.05, interval=0.01)
+
+
+def test_the_command_prints_the_folder(tmp_path, capsys):
+    root = tmp_path / "weights"
+    assert main(["weights", str(root)]) == 1
+    assert "nothing is published" in capsys.readouterr().err
+    first = publish(root, 3)
+    assert main(["weights", str(root), "--wait", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == f"{first.path}\n"
+    assert main(["weights", str(root), "--other-than", printed.strip()]) == 1
+    assert "still version 3 is published" in capsys.readouterr().err
+    timer = threading.Timer(0.2, publish, (root, 4))
+    timer.start()
+    assert main(["weights", str(root), "--wait", "inf", "--other-than", printed.strip() + "/"]) == 0
+    timer.join()
+    assert capsys.readouterr().out == f"{latest(root).path}\n"
+    assert main(["weights", str(root), "--other-than", "elsewhere"]) == 1
+    assert "'elsewhere' is no name of a published version" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

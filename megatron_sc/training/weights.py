@@ -56,6 +56,15 @@ class RunWeights:
             for flag, loads in (("--finetune", args.finetune), ("--pretrained-checkpoint", args.pretrained_checkpoint)):
                 if loads:
                     raise ValueError(f"--load-hf-weights would overwrite what {flag} loads: remove one of them")
+            for flag, rounds in (
+                ("--fp8-param-gather", args.fp8_param_gather),
+                ("--fp4-param-gather", args.fp4_param_gather),
+            ):
+                if rounds:
+                    raise ValueError(
+                        f"--load-hf-weights with {flag} would start the optimizer from rounded weights: load and save "
+                        "a checkpoint without the flag, then continue from that"
+                    )
         return cls(settings, (args.true_vocab_size or args.vocab_size) if args.loss_correction is not None else None)
 
     def start(self, model: Sequence[nn.Module], optimizer: Any, step: int) -> None:

@@ -114,9 +114,14 @@ def _write_chunk(core: Any, config: HFConfig, ranks: ModelRanks, files: _Files) 
 
 
 def _plain(parameter: Tensor) -> Tensor:
-    """The values of a parameter that may be kept in FP8 or FP4 (``--fp8-param-gather``)."""
-    value = parameter.detach()
-    return value.dequantize() if hasattr(value, "_quantizer") else value
+    """The values of a parameter that may be kept in FP8 or FP4 (``--fp8-param-gather``, ``--fp4-param-gather``)."""
+    from megatron.core.fp4_utils import dequantize_fp4_tensor, is_nvfp4tensor
+    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+
+    value: Tensor = parameter.detach()
+    if is_float8tensor(value):
+        return dequantize_fp8_tensor(value)
+    return dequantize_fp4_tensor(value) if is_nvfp4tensor(value) else value
 
 
 class _Files:

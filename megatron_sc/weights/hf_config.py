@@ -125,6 +125,10 @@ def check_architecture(config: HFConfig, model: Any) -> None:
     Raises:
         ValueError: naming every key, its value, and Megatron's flag and value.
     """
+    from megatron.core.models.gpt import GPTModel
+
+    if not isinstance(model, GPTModel):
+        raise ValueError(f"a Hugging Face checkpoint of Qwen3 is a GPTModel, not a {type(model).__name__}")
     found = [
         f"{key} {wanted!r} in config.json, but {flag} is {value!r}"
         for key, wanted, flag, value in _requirements(config, model)
