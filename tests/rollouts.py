@@ -7,6 +7,14 @@ import numpy as np
 from megatron_sc.rollouts import Rollout
 
 
+def make_routes(tokens: int, layers: int, topk: int, experts: int, rng: np.random.Generator) -> np.ndarray:
+    """int16 ``[tokens, layers, topk]``, distinct; the last token, which no engine feeds to the model, has none."""
+    every = np.broadcast_to(np.arange(experts, dtype=np.int16), (tokens, layers, experts))
+    routes = rng.permuted(every, axis=-1)[..., :topk].copy()
+    routes[-1] = -1
+    return routes
+
+
 def make_rollouts(
     groups: int,
     samples: int,

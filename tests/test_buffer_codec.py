@@ -22,7 +22,7 @@ from megatron_sc.rollouts import (
 from megatron_sc.rollouts.codec import encode_heads, head_error_bound
 from megatron_sc.rollouts.ragged import row_sums
 from megatron_sc.rollouts.schema import ExpertRoutes
-from tests.rollouts import make_rollouts
+from tests.rollouts import make_rollouts, make_routes
 
 
 def assert_same(found: Rollout, wanted: Rollout) -> None:
@@ -64,7 +64,7 @@ def test_lossless_is_bit_exact(tmp_path):
 
 def test_expert_routes_come_back(tmp_path):
     rollouts = make_rollouts(1, 2, vocab=96, head=8)
-    routes = [np.random.default_rng(i).integers(-1, 16, (len(r), 3, 2), np.int16) for i, r in enumerate(rollouts)]
+    routes = [make_routes(len(r), 3, 2, 16, np.random.default_rng(i)) for i, r in enumerate(rollouts)]
     with RolloutWriter(tmp_path, Manifest(96, expert_routes=ExpertRoutes(3, 2, 16))) as writer:
         writer.write([replace(r, expert_routes=route) for r, route in zip(rollouts, routes, strict=True)])
     with RolloutReader(tmp_path) as reader:

@@ -19,6 +19,7 @@ from megatron_sc.rollouts.codec import encode_heads
 from megatron_sc.rollouts.ragged import Ragged
 from megatron_sc.rollouts.schema import ExpertRoutes
 from megatron_sc.rollouts.validate import check_fingerprint, find_problems
+from tests.rollouts import make_routes
 
 MANIFEST = Manifest(VOCAB)
 
@@ -196,11 +197,14 @@ def test_positions_that_do_not_train_need_no_log_probability():
 
 
 def test_expert_routes_are_checked():
-    rollouts = [replace(r, expert_routes=np.zeros((len(r), 2, 2), np.int16)) for r in group()]
-    rollouts[1].expert_routes[3, 1, 0] = 8
     manifest = Manifest(VOCAB, expert_routes=ExpertRoutes(2, 2, 8))
-    (found,) = problems(RolloutTable.from_rollouts(rollouts), manifest)
-    assert (found.row, found.field, found.value) == (1, "expert_routes", "8")
+    cases = ([8, 1], "must be in [-1, 8)"), ([1, 1], "an expert is there twice"), ([-1, 3], "all of a token's experts")
+    for experts, rule in cases:
+        rollouts = [replace(r, expert_routes=make_routes(len(r), 2, 2, 8, np.random.default_rng(0))) for r in group()]
+        rollouts[1].expert_routes[3, 1] = experts
+        (found,) = problems(RolloutTable.from_rollouts(rollouts), manifest)
+        assert (found.row, found.field) == (1, "expert_routes")
+        assert rule in str(found)
     (found,) = problems(RolloutTable.from_rollouts(rollouts))
     assert found.field == "length of expert_routes"
 

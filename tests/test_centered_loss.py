@@ -977,6 +977,9 @@ ERRORS = {
     "float ids": ({"sampled_ids": torch.zeros(3)}, "sampled_ids must be integers, got torch.float32"),
     "float mask": ({"mask": torch.ones(3)}, "mask must be bool .* got torch.float32"),
     "temperature 0": ({"temperature": 0.0}, "temperature must be positive, got 0.0: a greedy sampler"),
+    "temperature infinite": ({"temperature": float("inf")}, "temperature must be positive, got inf"),
+    "negative KL coefficient": ({"sampler_kl_coef": -0.1}, r"sampler_kl_coef must be >= 0 and finite, got -0\.1"),
+    "KL coefficient nan": ({"sampler_kl_coef": NAN}, "sampler_kl_coef must be >= 0 and finite, got nan"),
     "temperature nan": ({"temperature": NAN}, "temperature must be positive, got nan"),
     "temperature of a row": (
         {"temperature": torch.tensor([1.0, 0.0, 1.0])},
@@ -1054,6 +1057,15 @@ def test_errors_name_the_argument_and_the_row(name):
     centered_loss(**arguments)
     with pytest.raises(ValueError, match=message):
         centered_loss(**arguments | changes)
+
+
+def test_what_is_no_weight_or_no_tensor_is_refused_by_name():
+    logits, ids, ones = torch.zeros(3, 5), torch.zeros(3, dtype=torch.long), torch.ones(3)
+    for weight in ("tis", TruncatedImportanceSampling):
+        with pytest.raises(TypeError, match="weight must be an object such as"):
+            centered_loss(logits, ids, ones, None, weight=weight)
+    with pytest.raises(TypeError, match=r"advantages must be a tensor with one entry a row, \[3\], got list"):
+        centered_loss(logits, ids, [1.0, 1.0, 1.0], None)
 
 
 def test_a_row_that_is_masked_may_hold_what_would_be_refused():

@@ -119,6 +119,13 @@ def test_contradictions_are_refused_before_training():
         f"{start} --samples-per-prompt 2 --sampler-top-p 0.9": "--sampler-distribution support",
         f"{start} --samples-per-prompt 2 --mtp-num-layers 1": "--mtp-num-layers",
         f"{start} --samples-per-prompt 2 --perform-rl-step": "--perform-rl-step",
+        f"{start} --samples-per-prompt 2 --tis-cap 3": "--tis-cap is of --importance-weight tis, not none",
+        f"{start} --prompts-per-step 8 --samples-per-prompt 1": "every advantage would be 0; use --advantage none",
+        f"{start} --samples-per-prompt 2 --max-staleness 3": "--max-staleness needs --rollout-path",
+        f"{start} --samples-per-prompt 2 --rollout-path a --rollout-record b": "exclude each other",
+        f"{start} --samples-per-prompt 2 --micro-batch-tokens 64": "--micro-batch-tokens needs recorded rollouts",
+        f"{start} --samples-per-prompt 2 --rollout-path a --micro-batch-tokens 0": "--micro-batch-tokens is 0",
+        f"{start} --samples-per-prompt 2 --head-size 31": "--head-size 31 exceeds --true-vocab-size 30",
     }
     (messages,) = run_ranks(refusals, 1, list(cases), megatron=True)
     for (case, expected), message in zip(cases.items(), messages, strict=True):

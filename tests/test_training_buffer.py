@@ -23,7 +23,7 @@ from megatron_sc.rollouts import (
 )
 from megatron_sc.rollouts.check import validate_buffer
 from tests.distributed import RankError, run_ranks
-from tests.rollouts import make_rollouts
+from tests.rollouts import make_rollouts, make_routes
 from tests.test_training import CENTERED, EXACT, assert_same_curve, train, weights  # noqa: F401  (a fixture)
 from tests.train_fixed import MOE, train_fixed
 
@@ -43,14 +43,7 @@ def steps(count: int = 4, routes: bool = False) -> list[list[Rollout]]:
     if not routes:
         return made
     rng = np.random.default_rng(0)
-    return [[replace(r, expert_routes=random_routes(len(r), rng)) for r in step] for step in made]
-
-
-def random_routes(tokens: int, rng: np.random.Generator) -> Any:
-    """Two of four experts a layer; the last token, which the engine never feeds to the model, has none."""
-    chosen = rng.permuted(np.broadcast_to(np.arange(4), (tokens, 2, 4)), axis=-1)[..., :2].astype(np.int16)
-    chosen[-1] = -1
-    return chosen
+    return [[replace(r, expert_routes=make_routes(len(r), 2, 2, 4, rng)) for r in step] for step in made]
 
 
 def fill(path: Path, rollouts: Sequence[Sequence[Rollout]], **manifest: Any) -> Path:

@@ -248,6 +248,15 @@ def _check_values(findings: _Findings, manifest: Manifest, encoded: bool) -> Non
             (routes < -1) | (routes >= experts),
             table.expert_routes.offsets, "expert_routes", lambda i: routes[i], f"must be in [-1, {experts}); -1: none",
         )  # fmt: skip
+        if manifest.expert_routes.topk > 1 and not len(routes) % manifest.expert_routes.topk:
+            ordered = np.sort(routes.reshape(-1, manifest.expert_routes.topk), axis=1)
+            twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(axis=1)
+            partly = (ordered[:, 0] == -1) & (ordered[:, -1] >= 0)
+            for bad, rule in ((twice, "an expert is there twice"), (partly, "all of a token's experts or none (-1)")):
+                findings.by_entry(
+                    np.repeat(bad, manifest.expert_routes.topk), table.expert_routes.offsets, "expert_routes",
+                    lambda i: routes[i], rule,
+                )  # fmt: skip
     tails = table.log_tail_mass.values
     findings.by_entry(
         ~(np.isnan(tails) | (tails <= LOGPROB_SLACK)),

@@ -43,6 +43,14 @@ def _field(default: Any, text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": text, **metadata})
 
 
+_BOUNDS = {
+    "tis": ("tis_cap",),
+    "mis": ("mis_low", "mis_high"),
+    "ppo": ("ppo_clip_low", "ppo_clip_high", "ppo_dual_clip"),
+}
+"""Fields that only one importance weight has."""
+
+
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """A row of the article's Appendix C table, and the terms beside it.
@@ -102,6 +110,11 @@ class ObjectiveConfig:
             self.weight()
         except ValueError as error:
             raise ValueError(f"--importance-weight {self.importance_weight}: {error}") from None
+        for weight, names in _BOUNDS.items():
+            for name in names if weight != self.importance_weight else ():
+                if getattr(self, name) != getattr(type(self), name):
+                    flag = "--" + name.replace("_", "-")
+                    raise ValueError(f"{flag} is of --importance-weight {weight}, not {self.importance_weight}")
         for flag, value in (("--sampler-kl-coef", self.sampler_kl_coef), ("--entropy-coef", self.entropy_coef)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{flag} must be >= 0 and finite, got {value}")

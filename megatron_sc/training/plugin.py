@@ -129,6 +129,11 @@ class ScoreCentering:
                 f"--global-batch-size {args.global_batch_size} must equal --prompts-per-step "
                 f"{self.sampler.prompts_per_step} x --samples-per-prompt {self.sampler.samples_per_prompt} = {rollouts}"
             )
+        if self.objective.advantage != "none" and self.sampler.samples_per_prompt == 1:
+            raise ValueError(
+                f"--advantage {self.objective.advantage} compares the rollouts of a prompt, but --samples-per-prompt "
+                "is 1, so every advantage would be 0; use --advantage none"
+            )
         if self.sampler.prompts_per_step % args.data_parallel_size:
             raise ValueError(
                 f"--prompts-per-step {self.sampler.prompts_per_step} does not divide over {args.data_parallel_size} "
@@ -159,6 +164,8 @@ class ScoreCentering:
         ):
             if given:
                 raise ValueError(f"{flag} needs recorded rollouts: --rollout-path")
+        if self.sampler.sampler != "demonstrations" and self.sampler.head_size > self.true_vocab_size:
+            raise ValueError(f"--head-size {self.sampler.head_size} exceeds --true-vocab-size {self.true_vocab_size}")
         truncates = self.sampler.sampler_top_p < 1 or self.sampler.sampler_top_k > 0
         if truncates and self.distribution == "head":
             raise ValueError("--sampler-top-p and --sampler-top-k truncate: use --sampler-distribution support")

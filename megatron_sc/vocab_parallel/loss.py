@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,7 @@ def centered_loss(
         Loss and metrics, see ``CenteredLossOutput``.
 
     Raises:
+        TypeError: for a weight that is none, or a list where a tensor belongs.
         ValueError: for shapes, dtypes or values that cannot be trained on; it names the argument and, on the CPU, the
             row. On a GPU bad values (ids outside the vocabulary, a sampled token outside its support, NaN or positive
             log-probabilities, a mass above 1) fail an asynchronous device assertion instead, and ids that a head
@@ -130,9 +132,11 @@ def make_problem(
     """The checked arguments of ``centered_loss`` for logits ``[n, columns]`` and a compute dtype.
 
     Raises:
-        ValueError: as ``centered_loss``.
+        ValueError, TypeError: as ``centered_loss``.
     """
-    weight = weight or Uniform()
+    weight = Uniform() if weight is None else weight
+    if isinstance(weight, type) or not hasattr(weight, "weighted_mass"):
+        raise TypeError(f"weight must be an object such as TruncatedImportanceSampling(), got {weight!r}")
     centering = centering_for(sampler, weight, center)
     if vocab is None:
         if group is not None and dist.get_world_size(group) > 1:
@@ -150,6 +154,9 @@ def make_problem(
         raise ValueError(f"importance weight {weight.name!r} needs the log-probabilities of the draws")
     if isinstance(sampler, FullVocabulary) and sampler.logprobs.shape[1] != vocab.size:
         raise ValueError(f"FullVocabulary has {sampler.logprobs.shape[1]} columns but the vocabulary has {vocab.size}")
+    for name, coefficient in (("sampler_kl_coef", sampler_kl_coef), ("entropy_coef", entropy_coef)):
+        if not 0 <= coefficient < math.inf:
+            raise ValueError(f"{name} must be >= 0 and finite, got {coefficient}")
     if sampler_kl_coef and sampler is None and sampled_logprobs is None:
         raise ValueError("sampler_kl_coef needs sampled_logprobs where no distribution of the sampler is given")
     if sampler_kl_coef and isinstance(sampler, Draws) and sampler.logprobs is None:
@@ -158,7 +165,7 @@ def make_problem(
         raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}")
     if isinstance(temperature, Tensor):
         _require_rows("temperature", temperature, n)
-    elif not temperature > 0:
+    elif not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be positive, got {temperature}: a greedy sampler cannot be centered")
     for name, value in (("sampled_ids", sampled_ids), ("advantages", advantages), ("mask", mask)):
         if value is not None:
@@ -203,6 +210,8 @@ def _shape(logits: Tensor) -> tuple[int, int]:
 
 
 def _require_rows(name: str, value: Tensor, n: int) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor with one entry a row, [{n}], got {type(value).__name__}")
     if tuple(value.shape) != (n,):
         raise ValueError(f"{name} must have one entry a row, [{n}], got {list(value.shape)}")
 
