@@ -6,18 +6,21 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 
-from megatron_sc.precision.quantize import WeightFormat, fake_quantize, row_magnitudes
+from megatron_sc.precision.quantize import Placement, fake_quantize
 
 from .groups import ParallelGroups
 from .isolation import gathered_parameters
 from .shards import ShardLayout, WeightShard, unwrap, weight_shards
+
+WeightFormat = Literal["int8", "int4", "fp8"]
 
 
 class Distortion(Protocol):
@@ -82,29 +85,22 @@ class GaussianWeights:
 class QuantizedWeights:
     """The linear layers' weights rounded to a low-precision format, one scale per output row of the full matrix.
 
-    As inference engines do, embeddings, the output layer and the router keep the trainer's precision.
+    As inference engines do, embeddings, the output layer and the router keep the trainer's precision. The rounded
+    weights are stored in the trainer's dtype; what an engine does with activations and cache is in ``simulated``.
     """
 
     format: WeightFormat
 
     def apply(self, shards: Sequence[WeightShard]) -> list[Tensor | None]:
-        """The fake-quantized weights; one all-reduce of a number per row for each process group."""
-        with torch.no_grad():
-            linear = [shard for shard in shards if shard.kind == "linear"]
-            amaxes = [row_magnitudes(shard.parameter.detach()) for shard in linear]
-            for group, members in _by_group(linear):
-                if group is None:
-                    continue
-                split_rows = [i for i in members if linear[i].layout.dim == 1]
-                for i, amax in zip(
-                    split_rows, _all_reduce([amaxes[i] for i in split_rows], ReduceOp.MAX, group), strict=True
-                ):
-                    amaxes[i] = amax
-            quantized = {
-                shard.name: fake_quantize(shard.parameter.detach(), self.format, amax)
-                for shard, amax in zip(linear, amaxes, strict=True)
-            }
-            return [quantized.get(shard.name) for shard in shards]
+        """The fake-quantized weights; one all-reduce of a number a row for each matrix whose rows are split."""
+        return [self._quantized(shard) if shard.kind == "linear" else None for shard in shards]
+
+    def _quantized(self, shard: WeightShard) -> Tensor:
+        parameter, place = shard.parameter.detach(), None
+        if shard.group is not None and shard.layout.dim == 1:
+            column = shard.layout.rank * parameter.shape[1]
+            place = Placement(*shard.layout.full_shape, 0, column, partial(_maximum, group=shard.group))
+        return fake_quantize(parameter, self.format, place, parameter.dtype)
 
 
 def gaussian_direction(seed: int, name: str, shape: tuple[int, int]) -> np.ndarray:
@@ -211,6 +207,12 @@ def _by_group(shards: Sequence[WeightShard]) -> Iterator[tuple[ProcessGroup | No
     for i, shard in enumerate(shards):
         members.setdefault(shard.group, []).append(i)
     yield from members.items()
+
+
+def _maximum(values: Tensor, group: ProcessGroup) -> Tensor:
+    """The elementwise maximum over a group."""
+    torch.distributed.all_reduce(values, ReduceOp.MAX, group=group)
+    return values
 
 
 def _all_reduce(tensors: list[Tensor], operation: ReduceOp.RedOpType, group: ProcessGroup) -> list[Tensor]:

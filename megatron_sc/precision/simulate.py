@@ -1,0 +1,301 @@
+"""Let a Megatron model compute as a quantized inference engine would, without an engine."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .quantize import Placement, Quantizer, fake_quantize
+from .specs import SamplerSpec
+
+
+@contextmanager
+def simulate_sampler(model: nn.Module, spec: SamplerSpec) -> Iterator[Simulated]:
+    """Inside, forward passes of the model have the numerics of an engine; gradients are off.
+
+    A quantized linear layer multiplies what an engine multiplies: the float32 products of grid values and scales, with
+    the sum rounded to the trainer's dtype once. Where only the weights are quantized they are rounded to the trainer's
+    dtype, as engines do that dequantize before a bfloat16 product. Keys and values are quantized where they enter the
+    attention, so every pass sees what a cache would hold.
+
+    Nothing of the trainer is written: no parameter, gradient, buffer or random stream. Quantized weights stand in front
+    of the parameters for the duration of the context only, also when it is left by an exception.
+
+    The result is that of one rank, up to the order of summation: a scale whose block spans tensor-parallel ranks is
+    their maximum, one all-reduce each. Ranks of a tensor-parallel group therefore enter and call the model together.
+
+    Args:
+        model: a Megatron GPTModel or one pipeline stage of it, possibly wrapped, of Megatron's own layers.
+        spec: the numerics. ``noise`` and ``staleness`` belong to the weights that the model holds when the context is
+            entered, so they must be off here: see ``sampling.simulated``.
+
+    Yields:
+        The names of what is quantized.
+
+    Raises:
+        ValueError: for noise or staleness, a pattern that matches no layer, Transformer Engine's layers, multi-latent
+            attention with a quantized cache, autocast, FP8 parameters; infinities or NaN where they would be quantized.
+    """
+    if spec.noise or spec.staleness > 1:
+        raise ValueError(
+            "simulate_sampler computes with the weights that the model holds; noise and staleness change these. Use "
+            "megatron_sc.sampling.simulated, or dataclasses.replace(spec, noise=0.0, staleness=1)"
+        )
+    core = _core(model)
+    named = [(name, module) for name, module in core.named_modules() if name]
+    linears = [_Linear(_global_name(name, core), module) for name, module in named if _is_linear(name, module)]
+    _check_patterns(spec.ignored, [linear.name for linear in linears], core.config)
+    quantized: list[str] = []
+    caches: list[str] = []
+    with torch.no_grad(), ExitStack() as undo:
+        for linear in linears:
+            weights, activations = spec.linear(linear.is_expert)
+            if (weights or activations) and not _matches(linear.name, spec.ignored):
+                linear.quantize(weights, activations, spec.received, core.config, undo)
+                quantized.append(linear.name)
+        for name, module in named:
+            if name.endswith(".core_attention") and (spec.keys or spec.values):
+                _quantize_cache(module, spec, core.config, undo)
+                caches.append(_global_name(name, core))
+        if spec.head != "trainer" and isinstance(getattr(core, "output_layer", None), nn.Module):
+            _compute_head_in(core.output_layer, getattr(torch, spec.head), undo)
+        yield Simulated(tuple(quantized), tuple(caches))
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a context quantizes on this rank, by module path in the whole model."""
+
+    linears: tuple[str, ...]
+    caches: tuple[str, ...]
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """The linear layers that a spec can quantize or ignore, on this rank, by module path in the whole model."""
+    core = _core(model)
+    return [_global_name(name, core) for name, module in core.named_modules() if name and _is_linear(name, module)]
+
+
+class _Linear:
+    """One of Megatron's parallel linear layers."""
+
+    def __init__(self, name: str, module: Any):
+        self.name = name
+        self.module = module
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is a routed expert's."""
+        return ".experts." in self.name
+
+    def quantize(
+        self, weights: Quantizer | None, activations: Quantizer | None, received: str, config: Any, undo: ExitStack
+    ) -> None:
+        """Install the quantized weight and the hooks; ``undo`` takes them away."""
+        module = self.module
+        _check_plain(self.name, module)
+        parameter = module.weight
+        dtype = parameter.dtype
+        if torch.is_autocast_enabled(parameter.device.type):
+            raise ValueError(
+                f"{self.name}: autocast would round the quantized product to its own dtype; leave it first"
+            )
+        weight = parameter.detach()
+        if weights is not None:
+            sent = weight.bfloat16() if received == "bfloat16" else weight
+            weight = self._quantized_weight(sent, weights, config)
+        weight = weight.float() if activations is not None else weight.to(dtype)
+        module.__dict__["weight"] = weight  # found before the parameter, which stays untouched
+        undo.callback(module.__dict__.pop, "weight")
+        if activations is not None:
+            handle = module.register_forward_pre_hook(partial(self._quantize_input, activations))
+            undo.callback(handle.remove)
+            undo.callback(module.register_forward_hook(partial(_round_output, dtype)).remove)
+
+    def _quantized_weight(self, weight: Tensor, quantizer: Quantizer, config: Any) -> Tensor:
+        """Each projection of the fused matrix by itself, float32."""
+        rank, ranks = self._place()
+        rows, columns = weight.shape
+        if self._splits_columns:
+            place = Placement(rows, columns * ranks, 0, columns * rank, self._maximum)
+            parts = _projections(self.name, rows, 0, 1, config) if _needs_projections(quantizer) else None
+        else:
+            place = Placement(rows * ranks, columns, rows * rank, 0, self._maximum)
+            parts = _projections(self.name, rows, rank, ranks, config) if _needs_projections(quantizer) else None
+        if parts is None:
+            return fake_quantize(weight, quantizer, place)
+        quantized = torch.empty(rows, columns, dtype=torch.float32, device=weight.device)
+        for index in parts:
+            local = torch.tensor(index, device=weight.device)
+            split = 1 if self._splits_columns else ranks
+            part = Placement(
+                len(index) * split, place.columns, len(index) * (rank if split > 1 else 0), place.column, self._maximum
+            )
+            quantized[local] = fake_quantize(weight[local], quantizer, part)
+        return quantized
+
+    def _quantize_input(self, quantizer: Quantizer, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = args
+        tokens = x.reshape(-1, x.shape[-1])
+        rank, ranks = self._place()
+        place = None
+        if self._splits_columns and module.input_is_parallel:
+            width = tokens.shape[1]
+            place = Placement(tokens.shape[0], width * ranks, 0, width * rank, self._maximum)
+        return fake_quantize(tokens, quantizer, place).view(x.shape), *rest
+
+    @property
+    def _splits_columns(self) -> bool:
+        return hasattr(self.module, "input_is_parallel")  # RowParallelLinear splits the inputs
+
+    def _place(self) -> tuple[int, int]:
+        """This rank's place in the group that splits the matrix, and its size."""
+        group = self.module.tp_group
+        return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def _maximum(self, values: Tensor) -> Tensor:
+        group = self.module.tp_group
+        if group is not None and dist.get_world_size(group) > 1:
+            values = values.contiguous()
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+        return values
+
+
+def _round_output(dtype: torch.dtype, module: Any, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    return output[0].to(dtype), output[1]
+
+
+def _needs_projections(quantizer: Quantizer) -> bool:
+    """Whether blocks could span two of the matrices that Megatron keeps in one."""
+    return quantizer.scale != "one" and (quantizer.rows != 1 or quantizer.scale == "e4m3")
+
+
+def _projections(name: str, rows: int, rank: int, ranks: int, config: Any) -> list[list[int]] | None:
+    """The local rows of each projection in a fused matrix, in the projection's own order; None: it is not fused.
+
+    ``linear_fc1`` of a gated unit is [gate; up] on every rank; ``linear_qkv`` has query, key and value rows group by
+    group.
+    """
+    layer = name.rpartition(".")[2]
+    if layer == "linear_fc1" and config.gated_linear_unit:
+        return [list(range(rows // 2)), list(range(rows // 2, rows))]
+    if layer != "linear_qkv":
+        return None
+    width = config.kv_channels
+    heads = config.num_attention_heads // config.num_query_groups
+    sizes = [heads * width] * (2 if getattr(config, "attention_output_gate", False) else 1) + [width, width]
+    if rows % sum(sizes):
+        raise ValueError(
+            f"{name}: {ranks} tensor-parallel ranks split its {config.num_query_groups} query groups, so blocks of "
+            "several rows cannot be formed. Quantize weights by row (1x128, row), or use fewer ranks"
+        )
+    of_row = [part for part, size in enumerate(sizes) for _ in range(size)] * (rows // sum(sizes))
+    return [[row for row, own in enumerate(of_row) if own == part] for part in range(len(sizes))]
+
+
+def _quantize_cache(module: nn.Module, spec: SamplerSpec, config: Any, undo: ExitStack) -> None:
+    """Quantize keys and values where they enter the attention."""
+    if getattr(config, "multi_latent_attention", False):
+        raise ValueError("multi-latent attention caches a latent, not keys and values: leave keys and values out")
+
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        query, key, value, *rest = args
+        return query, _by_head(key, spec.keys), _by_head(value, spec.values), *rest
+
+    undo.callback(module.register_forward_pre_hook(hook).remove)
+
+
+def _by_head(x: Tensor, quantizer: Quantizer | None) -> Tensor:
+    """Keys or values [..., heads, width], each head of each token a row."""
+    if quantizer is None:
+        return x
+    return fake_quantize(x.reshape(-1, x.shape[-1]), quantizer, dtype=x.dtype).view(x.shape)
+
+
+def _compute_head_in(output_layer: Any, dtype: torch.dtype, undo: ExitStack) -> None:
+    """Compute the logits in another dtype; they come out in it."""
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        names = ("weight", "runtime_gather_output")
+        given = dict(zip(names, args[1:], strict=False)) | kwargs
+        weight = module.weight if given.get("weight") is None else given["weight"]
+        return (args[0].to(dtype),), given | {"weight": weight.detach().to(dtype)}
+
+    undo.callback(output_layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def _is_linear(name: str, module: nn.Module) -> bool:
+    """Megatron's parallel linear layers and Transformer Engine's, but for the output layer."""
+    ancestors = {cls.__name__ for cls in type(module).__mro__}
+    return name != "output_layer" and not ancestors.isdisjoint(_LINEAR_CLASSES | _FOREIGN_CLASSES)
+
+
+_LINEAR_CLASSES = {"ColumnParallelLinear", "RowParallelLinear"}
+_FOREIGN_CLASSES = {"TELinear", "TELayerNormColumnParallelLinear", "TEGroupedLinear", "TEFusedMLP"}
+_LAYER = re.compile(r"(?P<layers>(?:.*\.)?layers)\.\d+(?=\.)")
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.local_experts\.(?P<index>\d+)(?=\.)")
+
+
+def _check_plain(name: str, module: Any) -> None:
+    if _FOREIGN_CLASSES & {cls.__name__ for cls in type(module).__mro__}:
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, whose product cannot be replaced; simulate with Megatron's own "
+            "layers: --transformer-impl local"
+        )
+    if "weight" in module.__dict__:
+        raise ValueError(f"{name} is simulated already; leave the other context first")
+    if type(module.weight.data) is not Tensor:
+        raise ValueError(
+            f"{name} is stored as {type(module.weight.data).__name__}; train without --fp8-param-gather to simulate "
+            "another precision"
+        )
+
+
+def _core(model: nn.Module) -> Any:
+    """The GPTModel inside Megatron's wrappers."""
+    core: Any = model
+    while isinstance(getattr(core, "module", None), nn.Module):
+        core = core.module
+    return core
+
+
+def _global_name(name: str, core: Any) -> str:
+    """The module's path in the whole model: with the layer's index over all stages and the expert's over all ranks."""
+    expert = _EXPERT.match(name)
+    if expert:
+        experts = core.get_submodule(expert["experts"])
+        index = int(expert["index"])
+        if experts.ep_group is not None:
+            index += dist.get_rank(experts.ep_group) * experts.num_local_experts
+        name = f"{expert['experts']}.local_experts.{index}{name[expert.end() :]}"
+    layer = _LAYER.match(name)
+    if layer:
+        number = getattr(core.get_submodule(layer[0]), "layer_number", None)
+        if number is not None:
+            name = f"{layer['layers']}.{number - 1}{name[layer.end() :]}"
+    return name
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_patterns(patterns: tuple[str, ...], names: list[str], config: Any) -> None:
+    """Refuse a pattern that no layer of the whole model has; this rank may hold a part of it."""
+    whole = set(names)
+    for rule, count in ((r"(\blayers\.)\d+", config.num_layers), (r"(\blocal_experts\.)\d+", config.num_moe_experts)):
+        whole |= {re.sub(rule, rf"\g<1>{i}", name) for name in whole for i in range(count or 0)}
+    for pattern in patterns:
+        if not fnmatch.filter(whole, pattern):
+            raise ValueError(
+                f"ignored: {pattern!r} matches no linear layer; patterns match whole paths, such as {sorted(names)[0]}"
+            )
