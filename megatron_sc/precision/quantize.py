@@ -168,14 +168,15 @@ class Quantizer:
                 f"quantizer {name!r} is neither GRID/BLOCK[/SCALE], such as e4m3/1x128, nor one of {', '.join(ALIASES)}"
             )
         block, scale = rest[0], rest[1] if len(rest) == 2 else "fp32"
-        sizes = {"tensor": (None, None), "row": (1, None)}.get(block)
-        if sizes is None:
-            rows, cross, columns = block.partition("x")
-            if not (cross and rows.isdecimal() and columns.isdecimal()):
+        rows: int | None = None if block == "tensor" else 1
+        columns: int | None = None
+        if block not in ("tensor", "row"):
+            high, cross, wide = block.partition("x")
+            if not (cross and high.isdecimal() and wide.isdecimal()):
                 raise ValueError(f"quantizer {name!r}: block {block!r} is not tensor, row or ROWSxCOLUMNS")
-            sizes = int(rows), int(columns)
+            rows, columns = int(high), int(wide)
         try:
-            return cls(grid, *sizes, scale)  # type: ignore[arg-type]
+            return cls(grid, rows, columns, scale)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"quantizer {name!r}: {error}") from None
 
@@ -282,7 +283,7 @@ def _scales(quantizer: Quantizer, amax: Tensor, maximum: Callable[[Tensor], Tens
 
 
 def _float32_scale(amax: Tensor, largest: float) -> Tensor:
-    """amax / largest: for the largest values of our grids also the scale of what it gives, (s largest) / largest = s."""
+    """amax / largest: for the largest values of our grids also the scale of its result, (s largest) / largest = s."""
     return torch.where(amax > 0, (amax / largest).clamp(min=LEAST_SCALE), 0.0)
 
 

@@ -119,7 +119,7 @@ class _Linear:
         if activations is not None:
             handle = module.register_forward_pre_hook(partial(self._quantize_input, activations))
             undo.callback(handle.remove)
-            undo.callback(module.register_forward_hook(partial(_round_output, dtype)).remove)
+            undo.callback(module.register_forward_hook(partial(self._round_output, dtype)).remove)
 
     def _quantized_weight(self, weight: Tensor, quantizer: Quantizer, config: Any) -> Tensor:
         """Each projection of the fused matrix by itself, float32."""
@@ -153,6 +153,18 @@ class _Linear:
             place = Placement(tokens.shape[0], width * ranks, 0, width * rank, self._maximum)
         return fake_quantize(tokens, quantizer, place).view(x.shape), *rest
 
+    def _round_output(
+        self, dtype: torch.dtype, module: Any, args: tuple[Any, ...], output: tuple[Tensor, Any]
+    ) -> tuple[Tensor, Any]:
+        product, bias = output
+        rank, ranks = self._place()
+        if self._splits_columns and module.explicit_expert_comm and ranks > 1:
+            # Megatron's dispatcher adds the ranks' parts later, in the trainer's dtype. Add them here in float32, and
+            # leave it one rank's whole and the others' zeros.
+            dist.all_reduce(product, group=module.tp_group)
+            product = product if rank == 0 else torch.zeros_like(product)
+        return product.to(dtype), bias
+
     @property
     def _splits_columns(self) -> bool:
         return hasattr(self.module, "input_is_parallel")  # RowParallelLinear splits the inputs
@@ -168,10 +180,6 @@ class _Linear:
             values = values.contiguous()
             dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
         return values
-
-
-def _round_output(dtype: torch.dtype, module: Any, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    return output[0].to(dtype), output[1]
 
 
 def _needs_projections(quantizer: Quantizer) -> bool:

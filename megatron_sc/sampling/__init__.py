@@ -13,6 +13,7 @@ from .distortion import (
 from .embedded import EmbeddedSampler, Evaluation
 from .generate import Generation, SamplingParameters, generate
 from .groups import ParallelGroups
+from .simulated import simulated
 from .tasks import Countdown, Reverse, Task, build_task, reward
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "generate",
     "reward",
     "sampler_weights",
+    "simulated",
     "swapped_weights",
 ]

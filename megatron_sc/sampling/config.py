@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_sc.precision.specs import SamplerSpec
+
 from .distortion import Distortion, GaussianWeights, NoDistortion, QuantizedWeights
 from .generate import SamplingParameters
+from .simulated import noise_of, without_weight_changes
 from .tasks import RewardMode, Task, TaskName, build_task
 
 SamplerName = Literal["trainer", "gaussian", "int8", "int4", "fp8", "demonstrations"]
@@ -31,6 +34,13 @@ class SamplerConfig:
             "What samples the rollouts. trainer: the trainer's own weights. gaussian: the trainer plus a fixed "
             "Gaussian direction, added again after every step. int8, int4, fp8: the trainer's weights, quantized per "
             "output row. demonstrations: correct answers with reward 1, for a supervised warm start."
+        ),
+    )
+    sampler_precision: str | None = field(
+        default=None,
+        metadata=_help(
+            "Compute the rollouts as a quantized inference engine would: a name of docs/samplers.md, such as "
+            "fp8-fp4kv, or a .yaml file. With --sampler trainer or gaussian."
         ),
     )
     sampler_noise: float = field(
@@ -108,16 +118,50 @@ class SamplerConfig:
             self.build_task()
         except ValueError as error:
             raise ValueError(f"--task-size {self.task_size}: {error}") from None
+        self._check_precision()
+
+    def _check_precision(self) -> None:
+        if self.sampler_precision is None:
+            return
+        spec = self._load_precision()
+        flag = f"--sampler-precision {self.sampler_precision}"
+        if self.sampler not in ("trainer", "gaussian"):
+            reason = "samples nothing" if self.sampler == "demonstrations" else "quantizes the weights already"
+            raise ValueError(f"{flag} and --sampler {self.sampler}, which {reason}: leave one of them out")
+        if spec.noise and self.sampler == "gaussian":
+            raise ValueError(f"{flag} has noise {spec.noise} and --sampler gaussian adds more: leave one of them out")
+        if spec.staleness > 1 and self.sampler_staleness > 1:
+            raise ValueError(
+                f"{flag} has staleness {spec.staleness} and --sampler-staleness is {self.sampler_staleness}: leave one "
+                "of them out"
+            )
+
+    def _load_precision(self) -> SamplerSpec:
+        try:
+            return SamplerSpec.load(self.sampler_precision) if self.sampler_precision else SamplerSpec()
+        except ValueError as error:
+            raise ValueError(f"--sampler-precision: {error}") from None
 
     def build_task(self) -> Task:
         """The task that ``task`` and ``task_size`` describe."""
         return build_task(self.task, self.task_size or None)
 
+    def build_precision(self) -> SamplerSpec:
+        """The numerics that ``sampler_precision`` names, without its noise and staleness."""
+        return without_weight_changes(self._load_precision())
+
+    @property
+    def staleness(self) -> int:
+        """Steps from one refresh of the sampler's weights to the next."""
+        return max(self.sampler_staleness, self._load_precision().staleness)
+
     def build_distortion(self) -> Distortion:
-        """The rule that ``sampler`` names."""
+        """The rule that ``sampler`` names, or the noise of ``sampler_precision``."""
         if self.sampler == "gaussian":
             return GaussianWeights(self.sampler_noise, self.sampler_seed)
-        if self.sampler == "trainer" or self.sampler == "demonstrations":
+        if self.sampler == "trainer":
+            return noise_of(self._load_precision())
+        if self.sampler == "demonstrations":
             return NoDistortion()
         return QuantizedWeights(self.sampler)
 

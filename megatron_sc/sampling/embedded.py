@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_sc.precision.simulate import simulate_sampler
+from megatron_sc.precision.specs import SamplerSpec
 from megatron_sc.rollouts import Rollout
 
 from .config import SamplerConfig
@@ -34,11 +36,11 @@ class Evaluation:
 
 
 class EmbeddedSampler:
-    """Samples each step's rollouts from the trainer's weights, distorted as ``config`` says.
+    """Samples each step's rollouts from the trainer's weights, distorted and computed with as ``config`` says.
 
     Prompts are a function of (seed, step, index of the prompt), tokens of (seed, step, index of the sequence) and the
     sampler's probabilities. They do not depend on the data-parallel size, and a resumed run needs no saved state. With
-    ``sampler_staleness`` > 1 the sampler's weights are state: a resumed run refreshes them at its first step, which the
+    staleness above 1 the sampler's weights are state: a resumed run refreshes them at its first step, which the
     rollouts' ``weight_version`` shows.
 
     Every rank calls ``sample`` at the same steps: it is collective over the tensor- and expert-parallel groups. Call it
@@ -70,6 +72,7 @@ class EmbeddedSampler:
         self._groups = groups or ParallelGroups()
         self._pad_multiple = pad_multiple
         self._distortion = config.build_distortion()
+        self._precision, self._staleness = config.build_precision(), config.staleness
         self._held: tuple[int, dict[nn.Parameter, Tensor]] | None = None  # version, weights of a stale sampler
 
         if self.task.vocab_size > true_vocab_size:
@@ -102,7 +105,7 @@ class EmbeddedSampler:
         parameters = self.config.sampling_parameters()
         with inference_only(model):
             version, weights = (step, {}) if clean else self._weights(model, step)
-            with swapped_weights(model, weights):
+            with swapped_weights(model, weights), simulate_sampler(model, SamplerSpec() if clean else self._precision):
                 generation = self._generate(model, prompts, step, parameters, _EVALUATION_DRAWS if clean else _DRAWS)
         return self._rollouts(self._repeated(prompts, step), generation, version)
 
@@ -127,10 +130,9 @@ class EmbeddedSampler:
 
     def _weights(self, model: nn.Module, step: int) -> tuple[int, dict[nn.Parameter, Tensor]]:
         """The version and the values of the weights that the sampler holds at a step."""
-        staleness = self.config.sampler_staleness
-        if staleness == 1:
+        if self._staleness == 1:
             return step, self._distorted(model, self._distortion)
-        due = step - step % staleness
+        due = step - step % self._staleness
         if self._held is None or not due <= self._held[0] <= step:
             copies = {parameter: parameter.detach().clone() for parameter in unwrap(model).parameters()}
             self._held = step, copies | self._distorted(model, self._distortion)
