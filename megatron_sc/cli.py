@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from .commands import audit, convert, inspect, selfcheck, validate, weights
+from .commands import audit, convert, inspect, mismatch, selfcheck, validate, weights
 
-SUBCOMMANDS = (validate, inspect, convert, selfcheck, audit, weights)
+SUBCOMMANDS = (validate, inspect, convert, selfcheck, audit, weights, mismatch)
 """In the order of ``--help``."""
 
 

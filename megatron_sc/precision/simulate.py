@@ -53,7 +53,9 @@ def simulate_sampler(model: nn.Module, spec: SamplerSpec) -> Iterator[Simulated]
     core = _core(model)
     named = [(name, module) for name, module in core.named_modules() if name]
     linears = [_Linear(_global_name(name, core), module) for name, module in named if _is_linear(name, module)]
-    _check_patterns(spec.ignored, [linear.name for linear in linears], core.config)
+    attentions = [(_global_name(name, core), module) for name, module in named if name.endswith(".core_attention")]
+    _check_patterns("ignored", spec.ignored, [linear.name for linear in linears], core.config)
+    _check_patterns("ignored_caches", spec.ignored_caches, [name for name, _ in attentions], core.config)
     quantized: list[str] = []
     caches: list[str] = []
     with torch.no_grad(), ExitStack() as undo:
@@ -62,10 +64,10 @@ def simulate_sampler(model: nn.Module, spec: SamplerSpec) -> Iterator[Simulated]
             if (weights or activations) and not _matches(linear.name, spec.ignored):
                 linear.quantize(weights, activations, spec.received, core.config, undo)
                 quantized.append(linear.name)
-        for name, module in named:
-            if name.endswith(".core_attention") and (spec.keys or spec.values):
-                _quantize_cache(module, spec, core.config, undo)
-                caches.append(_global_name(name, core))
+        for name, attention in attentions:
+            if (spec.keys or spec.values) and not _matches(name, spec.ignored_caches):
+                _quantize_cache(attention, spec, core.config, undo)
+                caches.append(name)
         if spec.head != "trainer" and isinstance(getattr(core, "output_layer", None), nn.Module):
             _compute_head_in(core.output_layer, getattr(torch, spec.head), undo)
         yield Simulated(tuple(quantized), tuple(caches))
@@ -297,13 +299,14 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_patterns(patterns: tuple[str, ...], names: list[str], config: Any) -> None:
-    """Refuse a pattern that no layer of the whole model has; this rank may hold a part of it."""
+def _check_patterns(field: str, patterns: tuple[str, ...], names: list[str], config: Any) -> None:
+    """Refuse a pattern that no such module of the whole model has; this rank may hold a part of it."""
     whole = set(names)
     for rule, count in ((r"(\blayers\.)\d+", config.num_layers), (r"(\blocal_experts\.)\d+", config.num_moe_experts)):
         whole |= {re.sub(rule, rf"\g<1>{i}", name) for name in whole for i in range(count or 0)}
     for pattern in patterns:
         if not fnmatch.filter(whole, pattern):
             raise ValueError(
-                f"ignored: {pattern!r} matches no linear layer; patterns match whole paths, such as {sorted(names)[0]}"
+                f"{field}: {pattern!r} matches nothing that could be quantized; patterns match whole paths, such as "
+                f"{min(names, default='(this stage has none)')}"
             )

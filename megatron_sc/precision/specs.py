@@ -32,6 +32,8 @@ class SamplerSpec:
         head: in which dtype the logits are computed: 'trainer' (as the trainer does), 'float32', 'bfloat16'.
         ignored: linear layers that keep the trainer's precision: shell patterns (``*``, ``?``, ``[]``) that match a
             whole module path of the whole model, such as ``decoder.layers.0.*`` or ``*.linear_qkv``.
+        ignored_caches: attentions whose keys and values are cached in the trainer's precision: likewise, such as
+            ``decoder.layers.0.*``.
         received: the dtype in which weights reach the engine. They are rounded to it before they are quantized.
         noise: Gaussian noise on every weight matrix, in its standard deviations, the same at every step.
         noise_seed: of its direction.
@@ -49,6 +51,7 @@ class SamplerSpec:
     values: Quantizer | None = None
     head: HeadPrecision = "trainer"
     ignored: tuple[str, ...] = ()
+    ignored_caches: tuple[str, ...] = ()
     received: ReceivedPrecision = "bfloat16"
     noise: float = 0.0
     noise_seed: int = 0
@@ -175,9 +178,9 @@ def _value(name: str, value: Any) -> Any:
                 return Quantizer.parse(value)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        case "ignored":
+        case "ignored" | "ignored_caches":
             if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
-                raise ValueError(f"ignored: {value!r} is not a list of patterns, such as ['decoder.layers.0.*']")
+                raise ValueError(f"{name}: {value!r} is not a list of patterns, such as ['decoder.layers.0.*']")
             return tuple(cast(list[str], value))
         case "noise":
             return _number(name, value, (int, float))

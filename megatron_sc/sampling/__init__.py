@@ -13,6 +13,7 @@ from .distortion import (
 from .embedded import EmbeddedSampler, Evaluation
 from .generate import Generation, SamplingParameters, generate
 from .groups import ParallelGroups
+from .shards import unwrap
 from .simulated import simulated
 from .tasks import Countdown, Reverse, Task, build_task, reward
 
@@ -37,4 +38,5 @@ __all__ = [
     "sampler_weights",
     "simulated",
     "swapped_weights",
+    "unwrap",
 ]
