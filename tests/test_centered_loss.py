@@ -193,6 +193,7 @@ def test_metrics(estimator):
                 "head_mass_trainer": 1 - tail_p,
                 "tail_mass_sampler": tail_q,
                 "tail_mass_trainer": tail_p,
+                "drift_l1_tail": abs(tail_q - tail_p),
                 "tail_ratio_above_4": float(tail_q > 4 * tail_p),
             }
         assert got == pytest.approx(expected, rel=1e-9, abs=1e-11)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,8 +30,10 @@ def train_fixed(
     masked_steps: tuple[int, ...] = (),
     head: int = 8,
     embedded: bool = False,
+    recorded: Sequence[Sequence[Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """One training run over four recorded steps, repeated; or, ``embedded``, from the embedded sampler.
+    """One training run over four made-up steps, repeated; over ``recorded`` steps of rollouts; or, ``embedded``, from
+    the embedded sampler.
 
     Returns:
         The lines of the metrics file (the same on every rank: read after the run).
@@ -52,7 +55,7 @@ def train_fixed(
     from tests.hybrid_model import use_torch_norm
     from tests.rollouts import make_rollouts
 
-    steps = [make_rollouts(groups, samples, vocab=30, head=head, seed=seed) for seed in range(4)]
+    steps = recorded or [make_rollouts(groups, samples, vocab=30, head=head, seed=seed) for seed in range(4)]
     for step in masked_steps:
         for rollout in steps[step]:
             rollout.response_mask[:] = np.False_

@@ -25,11 +25,10 @@ def add(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "mismatch",
         help="how far quantized samplers are from a model, and which part of them makes the difference",
-        usage="megatron-sc mismatch [options] SPEC [SPEC ...] [-- MEGATRON FLAGS]",
+        usage="megatron-sc mismatch SPEC [SPEC ...] [options] [--model MEGATRON FLAGS]",
         description="Samples responses from each simulated sampler, scores them under the model and under the sampler "
-        "with one part at a time, and prints the mismatch and where it comes from. After -- come the flags of a "
-        "launch script, with --load for a checkpoint; without them a tiny model is initialized. Under torchrun the "
-        "model may be tensor- and expert-parallel.",
+        "with one part at a time, and prints the mismatch and where it comes from. Under torchrun the model may be "
+        "tensor- and expert-parallel.",
     )
     parser.add_argument("specs", nargs="+", metavar="SPEC", help="a name of docs/samplers.md, or a .yaml file")
     parser.add_argument("--by", choices=("component", "layer", "nothing"), default="component", help="what to turn on")
@@ -41,15 +40,21 @@ def add(subcommands: Subcommands) -> None:
     parser.add_argument("--head-size", type=int, default=8, help="tokens in the sampler's head (default 8)")
     parser.add_argument("--plot", metavar="FILE", help="draw the bars to this file (.png, .pdf, .svg)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--model",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="MEGATRON FLAGS",
+        help="the rest of the line: the flags of a launch script, with --load for a checkpoint (its weights alone are "
+        "read); default: a tiny model, freshly initialized",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Its exit status."""
-    first_flag = next((i for i, word in enumerate(arguments.specs) if word.startswith("-")), len(arguments.specs))
-    names, flags = arguments.specs[:first_flag], arguments.specs[first_flag:]
     try:
-        results = _measure(arguments, names, flags)
+        results = _measure(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -58,25 +63,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(
-    arguments: argparse.Namespace, names: list[str], flags: list[str]
-) -> dict[str, tuple[Mismatch, Attribution | None]] | None:
+def _measure(arguments: argparse.Namespace) -> dict[str, tuple[Mismatch, Attribution | None]] | None:
     """The mismatch and its attribution by spec, on the first rank; None on others."""
     import shlex
 
     from ..precision.specs import SamplerSpec
 
-    if not names:
-        raise ValueError("no SPEC before the flags of Megatron")
-    specs = {name: SamplerSpec.load(name) for name in names}
+    specs = {name: SamplerSpec.load(name) for name in arguments.specs}
     if arguments.count < 1 or arguments.head_size < 1 or (arguments.response or 1) < 1 or arguments.temperature <= 0:
         raise ValueError("--count, --head-size and --response must be at least 1, and --temperature above 0")
 
     from ..training.evaluation_model import evaluation_model
 
+    flags = arguments.model or shlex.split(TINY)
     seed = [] if "--seed" in flags else ["--seed", str(arguments.seed)]
     with contextlib.redirect_stdout(sys.stderr):  # Megatron prints its arguments
-        model, args = evaluation_model([*seed, *(flags or shlex.split(TINY))], "megatron-sc mismatch --")
+        model, args = evaluation_model([*seed, *flags], "megatron-sc mismatch --model")
     import torch.distributed as dist
 
     from ..diagnostics.probe_sampler import SamplerProbe
@@ -86,7 +88,7 @@ def _measure(
         prompts, length = _prompts(arguments)
         vocab_size = args.true_vocab_size or args.vocab_size
         if vocab_size is None:
-            raise ValueError("--true-vocab-size is needed among Megatron's flags: the vocabulary without padding")
+            raise ValueError("--true-vocab-size is needed among the flags of --model: the vocabulary without padding")
         probe = SamplerProbe(
             model, prompts, arguments.response or length, vocab_size, ParallelGroups.from_megatron(), arguments.seed,
             arguments.temperature, arguments.head_size,
@@ -107,7 +109,7 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Any], int]:
         task = build_task("reverse")
         generator = np.random.default_rng(arguments.seed)
         return [task.prompt(generator) for _ in range(arguments.count)], task.response_length
-    prompts = []
+    prompts: list[Any] = []
     try:
         with open(arguments.prompts, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):

@@ -166,6 +166,7 @@ class TailModel(_Recorded):
     metric_names: ClassVar[tuple[str, ...]] = (
         "sampler_kl",
         "drift_l1",
+        "drift_l1_tail",
         "coefficient_l1",
         "head_mass_sampler",
         "head_mass_trainer",
@@ -235,6 +236,7 @@ class TailModel(_Recorded):
         metrics = {
             "sampler_kl": kl,
             "drift_l1": sums.drift + (tail_q - tail_p).abs(),
+            "drift_l1_tail": (tail_q - tail_p).abs(),
             "coefficient_l1": sums.l1,
             "head_mass_sampler": recorded_mass.to(weight.dtype),
             "head_mass_trainer": head_p,
