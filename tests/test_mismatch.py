@@ -191,8 +191,8 @@ def test_the_command_on_a_checkpoint_under_tensor_parallelism(checkpoint: Path, 
         assert found["kl"] > 1e-4
         assert found["kl"] == pytest.approx(found["up_to"][list(found["up_to"])[-1]], rel=1e-9)
         assert found["residual"] == pytest.approx(found["kl"] - sum(found["alone"].values()))
-        assert parallel[name]["kl"] == pytest.approx(found["kl"], rel=1e-3)
-        assert parallel[name]["alone"] == pytest.approx(found["alone"], rel=1e-3)
+        assert parallel[name]["kl"] == pytest.approx(found["kl"], rel=1e-2)  # sums in another order round elsewhere
+        assert parallel[name]["alone"] == pytest.approx(found["alone"], rel=1e-2)
     assert list(alone[str(spec)]["alone"]) == ["noise", "weights", "activations", "keys", "values", "head"]
     (layers,) = run_megatron(command("fp8-fp4kv", "--by", "layer", "--json", "--model", *MODEL.split()), 1)
     fresh = measured(layers)["fp8-fp4kv"]

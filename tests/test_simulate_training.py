@@ -12,7 +12,7 @@ from tests.distributed import run_ranks
 from tests.test_training import CENTERED, EXACT, assert_same_curve, train
 from tests.train_fixed import MOE, train_fixed
 
-SAMPLER = "--prompts-per-step 4 --samples-per-prompt 2 --sampler-precision fp8-fp4kv"
+SAMPLER = "--prompts-per-step 4 --samples-per-prompt 2 --sampler-precision fp8-fp4kv --reward-mode signed"
 
 
 def train_and_record(flags: str, metrics: str) -> tuple[list[dict[str, Any]], list[list[Any]]]:
@@ -39,7 +39,7 @@ def test_training_on_its_recorded_rollouts_equals_one_rank(extra: str, layout: s
     weights = tmp_path / "weights"
     save = f"--train-iters 1 --lr 0 --weight-decay 0 --save {weights} --save-interval 1 --no-save-optim"
     train(f"{CENTERED} {extra} {save}", 1, tmp_path / "save.jsonl")
-    flags = f"{CENTERED} {extra} --load {weights} --finetune --no-load-optim"
+    flags = f"{CENTERED} --advantage none {extra} --load {weights} --finetune --no-load-optim"
     ((live, steps),) = run_ranks(train_and_record, 1, f"{flags} {SAMPLER}", str(tmp_path / "live.jsonl"), megatron=True)
     assert len(steps) == 3
     one = train(flags, 1, tmp_path / "one.jsonl", recorded=steps)
