@@ -8,6 +8,7 @@ from ..sampling import SamplerConfig
 from ..weights import WeightsConfig
 from . import cpu
 from .config import ObjectiveConfig
+from .config_files import add_config_flag
 from .flags import add_flags, markdown_table
 from .rollout_config import RolloutConfig
 
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("score centering")
     for config in _SECTIONS.values():
         add_flags(group, config)
+    add_config_flag(group)
     cpu.set_parser_defaults(parser)
     return parser
 
