@@ -62,7 +62,9 @@ def write_config(folder: Path, **keys) -> Path:
     return folder
 
 
-def build(folder, layout=SINGLE, load_from=None, save_to=None, dtype=torch.float32, **settings):
+def build(
+    folder, layout=SINGLE, load_from=None, save_to=None, dtype=torch.float32, transformer_engine=False, **settings
+):
     """This rank's chunks of the model that ``config.json`` in ``folder`` describes.
 
     Args:
@@ -71,6 +73,7 @@ def build(folder, layout=SINGLE, load_from=None, save_to=None, dtype=torch.float
         load_from: one of Megatron's checkpoints, written under any layout; None: random weights, norms included.
         save_to: write such a checkpoint.
         dtype: of the parameters.
+        transformer_engine: build its layers instead of Megatron's local ones; needs a GPU.
         settings: of the ``TransformerConfig``, to deviate from the file.
     """
     from megatron.core import dist_checkpointing, parallel_state
@@ -98,7 +101,7 @@ def build(folder, layout=SINGLE, load_from=None, save_to=None, dtype=torch.float
         chunk = GPTModel(
             config,
             get_gpt_decoder_block_spec(
-                config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+                config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
             ),
             vocab_size=-(-VOCAB // multiple) * multiple,
             max_sequence_length=64,

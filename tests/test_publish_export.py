@@ -202,8 +202,8 @@ def test_loading_undoes_the_export(single, tmp_path, layout, ranks, name):
         assert not heads[-1][VOCAB:].any()
 
 
-def test_transformers_own_checkpoint_is_loaded(tmp_path):
-    """The other direction: a model made and saved by transformers computes the same in Megatron."""
+def save_moe(folder):
+    """A small Qwen3-MoE checkpoint made and saved by transformers; the model."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(2)
@@ -213,13 +213,44 @@ def test_transformers_own_checkpoint_is_loaded(tmp_path):
         norm_topk_prob=True, rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, initializer_range=0.3,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config).eval()
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+    return model
+
+
+def test_transformers_own_checkpoint_is_loaded(tmp_path):
+    """The other direction: a model made and saved by transformers computes the same in Megatron."""
+    model = save_moe(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
     with torch.no_grad():
         theirs = model(some_tokens()).logits
     (ours,) = run_ranks(logits_after_loading, 1, tmp_path, megatron=True)
     assert theirs.std() > 0.5
     assert (theirs - ours).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+def test_transformer_engine_itself(tmp_path):
+    """Its layers and grouped experts, on a GPU: what is loaded is exported again."""
+    import torch.distributed as dist
+
+    from megatron_sc.weights.export import export
+    from megatron_sc.weights.load import load_hf_weights
+
+    save_moe(tmp_path)
+    (tmp_path / "out").mkdir()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        chunks = [chunk.cuda() for chunk in build(tmp_path, transformer_engine=True, moe_grouped_gemm=True)]
+        names = {name for name, _ in chunks[0].named_parameters()}
+        assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names
+        assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in names
+        load_hf_weights(chunks, HFConfig.read(tmp_path))
+        export(chunks, HFConfig.read(tmp_path), tmp_path / "out")
+    finally:
+        dist.destroy_process_group()
+    written, loaded = read_checkpoint(tmp_path / "out"), load_file(tmp_path / "model.safetensors")
+    assert written.keys() == loaded.keys()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in written.items())
 
 
 def logits_after_loading(folder):
