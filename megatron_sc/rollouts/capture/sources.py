@@ -117,7 +117,7 @@ class ColumnSource:
             known = sorted(name for aliases in ALIASES.values() for name in aliases if name in new)
             if known:
                 raise RolloutError(
-                    f"{record.place}: has {known[0]}, which the first record lacks; every record must have it, if only null"
+                    f"{record.place}: has {known[0]}, which the first record lacks; every record must have it, or null"
                 )
             self.columns = replace(self.columns, unused=tuple(sorted({*self.columns.unused, *new})))
         return self.columns
