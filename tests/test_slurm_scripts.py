@@ -1,0 +1,271 @@
+"""The scripts of a cluster job outside of Slurm: what they refuse and hand on; vLLM is only an interface here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_sc.rollouts import RolloutReader
+from tests.distributed import run_ranks
+from tests.slurm_jobs import SCRIPTS, flags_of, shell
+
+JOB = SCRIPTS / "job.env"
+REQUIRED = "NODES=2 GPUS_PER_NODE=8 OUTPUT=/shared/run ROLLOUTS=/shared/rollouts\n"
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import the samplers as their scripts import each other."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "message"),
+    [
+        ("train.sbatch", "GPUS_PER_NODE=8 OUTPUT=/o ROLLOUTS=/r", "NODES must be a number, got ''"),
+        ("train.sbatch", REQUIRED + "NODES=0", "NODES must be at least 1"),
+        ("train.sbatch", REQUIRED + "OUTPUT=runs/one", "OUTPUT must be an absolute path, got 'runs/one'"),
+        ("train.sbatch", None, "job.env is not a file: copy job.env and edit it"),
+        ("nowhere.sbatch", REQUIRED, "nowhere.sbatch is not a file: name train.sbatch or train_and_sample.sbatch"),
+        ("train_and_sample.sbatch", REQUIRED, "needs SAMPLER_NODES of at least 1"),
+        ("train_and_sample.sbatch", REQUIRED + "SAMPLER_NODES=1", "needs a SAMPLER"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(script: str, settings: str | None, message: str, tmp_path: Path) -> None:
+    if settings is not None:
+        (tmp_path / "job.env").write_text(settings)
+    process = shell(SCRIPTS / "submit.sh", SCRIPTS / script, tmp_path / "job.env")
+    assert process.returncode == 2
+    assert message in process.stderr
+
+
+def test_what_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of the job, then the settings' flags of sbatch, then those of the command line: the last one wins."""
+    (tmp_path / "sbatch").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    job = tmp_path / "my job.env"
+    job.write_text(REQUIRED + f"OUTPUT='{tmp_path}/my run' SAMPLER_NODES=3 SAMPLER=(s.py) SBATCH_ARGS=(--time=1:00)")
+    script = SCRIPTS / "train_and_sample.sbatch"
+    words = shell(SCRIPTS / "submit.sh", script, job, "--time=9:00", cwd=tmp_path).stdout.splitlines()
+    assert words == [
+        f"--chdir={SCRIPTS.parent.parent}", f"--output={tmp_path}/my run/logs/job-%j.log", "--nodes=5",
+        "--ntasks-per-node=8", "--gpus-per-node=8", "--time=1:00", "--time=9:00", str(script), str(job),
+    ]  # fmt: skip
+
+
+def test_directives_stand_before_the_first_command() -> None:
+    """Slurm ignores those behind it."""
+    for script in SCRIPTS.glob("*.sbatch"):
+        lines = script.read_text().splitlines()
+        directives = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
+        assert directives == list(range(1, len(directives) + 1))
+
+
+def test_a_folder_that_is_not_shared_is_named_with_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    for content in (None, "another job's word\n"):
+        if content is not None:
+            (tmp_path / "canary").write_text(content)
+        process = shell(SCRIPTS / "canary.sh", tmp_path / "canary", "word")
+        assert process.returncode == 1
+        assert f"node n7 does not see {tmp_path}/canary" in process.stderr
+    (tmp_path / "canary").write_text("word\n")
+    assert shell(SCRIPTS / "canary.sh", tmp_path / "canary", "word").returncode == 0
+    assert (tmp_path / "canary.n7").exists()
+
+
+def test_a_rank_learns_its_place_from_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"PROCID": 11, "LOCALID": 3, "STEP_NUM_TASKS": 32, "STEP_TASKS_PER_NODE": "8(x4)"}
+    for name, value in place.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("LOGS", str(tmp_path))
+    names = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE"
+    assert shell(SCRIPTS / "rank.sh", "bash", "-c", f"echo {names}").stdout.split() == ["11", "3", "32", "8"]
+    assert shell(SCRIPTS / "rank.sh", "bash", "-c", "exit 3").returncode == 3
+    assert not (tmp_path / "refused").exists()
+    assert shell(SCRIPTS / "rank.sh", "bash", "-c", "exit 2").returncode == 2
+    assert (tmp_path / "refused").exists()
+
+
+def parse_trainer_flags(words: list[str]) -> dict[str, Any]:
+    """Runs in a worker of ``run_ranks(..., megatron=True)``."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_sc.training.arguments import add_arguments
+    from megatron_sc.training.config_files import expand_argv
+
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    names = ("global_batch_size", "prompts_per_step", "samples_per_prompt", "true_vocab_size", "vocab_size")
+    parsed = parser.parse_args(expand_argv(words))
+    return {name: getattr(parsed, name) for name in (*names, "max_staleness")}
+
+
+def test_flags_of_the_example_exist(examples: None) -> None:
+    """job.env, in the parsers of Megatron with the plugin and of the sampler."""
+    arrays = ("MODEL_ARGS", "PARALLEL_ARGS", "OPTIMIZER_ARGS", "ROLLOUT_ARGS", "SC_ARGS")
+    words = [word.replace("configs/", f"{SCRIPTS.parent.parent}/configs/") for word in flags_of(JOB, *arrays)]
+    (found,) = run_ranks(parse_trainer_flags, 1, words, megatron=True)
+    trainer = SimpleNamespace(**found)
+    assert trainer.global_batch_size == trainer.prompts_per_step * trainer.samples_per_prompt
+
+    script, *flags = flags_of(JOB, "SAMPLER")
+    sampler = importlib.import_module(Path(script).stem).parse(["--rollouts", "r", "--weights", "w", *flags])
+    assert sampler.groups_per_step == trainer.prompts_per_step
+    assert sampler.samples_per_prompt == trainer.samples_per_prompt
+    assert sampler.true_vocab_size == trainer.true_vocab_size == trainer.vocab_size
+    assert sampler.ahead <= trainer.max_staleness
+    assert sampler.serve[:2] == ["--tensor-parallel-size", "4"]
+
+
+class Vllm(BaseHTTPRequestHandler):
+    """What sample_vllm.py asks of a vLLM server, answered in the format of vLLM 0.33 from a fixed q."""
+
+    asked: list[tuple[str, Any]] = []  # noqa: RUF012  # of all instances: one is made a request
+    q = np.array([0.4, 0.3, 0.2, 0.06, 0.04])
+
+    def do_POST(self) -> None:  # the base class's name
+        """Answer a request."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((self.path, body))
+        reply = self._completion(body) if self.path == "/v1/completions" else {}
+        content = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        rng = np.random.default_rng(sum(body["prompt"]))
+        choices = []
+        for index in range(body["n"]):
+            tokens = rng.choice(5, size=3, p=self.q).tolist()
+            rows = [[token, *range(body["logprobs"])] for token in tokens]  # the sampled one, then the k most likely
+            top = [{f"token_id:{token}": float(np.log(self.q[token])) for token in row} for row in rows]
+            logprobs = {
+                "tokens": [f"token_id:{token}" for token in tokens],
+                "token_logprobs": [float(np.log(self.q[token])) for token in tokens],
+                "top_logprobs": top,
+                "text_offset": [0, 1, 2],
+            }
+            choices.append(
+                {
+                    "index": index, "text": "", "finish_reason": "length", "token_ids": tokens, "logprobs": logprobs,
+                    "prompt_token_ids": body["prompt"],
+                }
+            )  # fmt: skip
+        return {"id": "cmpl-1", "object": "text_completion", "created": 0, "model": "policy", "choices": choices}
+
+    def log_message(self, *_: Any) -> None:
+        """Be quiet."""
+
+
+@pytest.fixture
+def vllm() -> Iterator[ThreadingHTTPServer]:
+    Vllm.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Vllm)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_vllm_client_fills_the_buffer_and_hands_on_new_weights(
+    examples: None, vllm: ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    """Weights are published twice; the loop stops once both versions have sampled."""
+    sample_vllm = importlib.import_module("sample_vllm")
+    sampling_loop = importlib.import_module("sampling_loop")
+    weights = tmp_path / "weights"
+    publish(weights, 0)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_ids": [1, 2], "answer_ids": [0, 1, 2]}\n')
+    arguments = sample_vllm.parse(
+        f"--rollouts {tmp_path}/buffer --weights {weights} --prompts {tmp_path}/prompts.jsonl --groups-per-step 2 "
+        f"--samples-per-prompt 3 --ahead 1 --max-tokens 3 --true-vocab-size 5 --head-size 3 "
+        f"--port {vllm.server_address[1]}".split()
+    )
+    engine = sample_vllm.VllmEngine(arguments)
+    engine._server = FAKE_PROCESS  # runs already
+    stopping = threading.Event()
+    loop = threading.Thread(target=sampling_loop.sample, args=(engine, arguments, stopping))
+    loop.start()
+    try:
+        read_groups(tmp_path / "buffer", 2)
+        publish(weights, 1)
+        groups = read_groups(tmp_path / "buffer", 4)
+    finally:
+        stopping.set()
+        loop.join()
+    versions = [int(rollout.weight_version[0]) for group in groups for rollout in group]
+    assert versions == [0] * 6 + [1] * 6
+    for rollout in (rollout for group in groups for rollout in group):
+        np.testing.assert_allclose(rollout.sampled_logprobs, np.log(Vllm.q[rollout.response_ids]), rtol=1e-6)
+        assert rollout.head_ids is not None
+        np.testing.assert_array_equal(rollout.head_ids, [[0, 1, 2]] * 3)
+        assert rollout.reward == pytest.approx(np.mean(rollout.response_ids == [0, 1, 2]))
+    paths = [path for path, _ in Vllm.asked]
+    reload = paths.index("/collective_rpc", 1)
+    assert paths[reload + 1] == "/reset_prefix_cache"
+    assert Vllm.asked[reload][1] == {
+        "method": "reload_weights",
+        "kwargs": {"weights_path": str(sampling_loop.latest(weights).path)},
+    }
+
+
+FAKE_PROCESS: Any = object()
+
+
+def publish(root: Path, version: int) -> None:
+    """An empty version: the server that would load it is none."""
+    from megatron_sc.weights.versions import begin, commit
+
+    commit(begin(root, version), keep=2)
+
+
+def read_groups(path: Path, count: int) -> list[list[Any]]:
+    """Wait for so many groups."""
+    deadline = threading.Event()
+    for _ in range(300):
+        if (path / "ledger.jsonl").exists():
+            with RolloutReader(path) as reader:
+                try:
+                    return [group.rollouts() for group in reader.take(count, 0)]
+                except Exception as error:
+                    if "left" not in str(error):
+                        raise
+        deadline.wait(0.05)
+    raise AssertionError(f"no {count} groups in {path}")
+
+
+def test_the_sampler_names_a_bad_line_of_prompts(examples: None, tmp_path: Path) -> None:
+    read_prompts = importlib.import_module("sampling_loop").read_prompts
+    path = tmp_path / "prompts.jsonl"
+    for text, message in (
+        ('{"prompt_ids": [1]}\n{"prompt": "two"}', "line 2: needs prompt_ids; or prompt, and --tokenizer"),
+        ('{"prompt_ids": []}', "line 1: the prompt is empty"),
+        ("", "no prompts"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(path, None)
+
+
+def test_reward_of_the_example(examples: None) -> None:
+    match = importlib.import_module("sampling_loop").match
+    assert match({"answer_ids": [1, 2, 3]}, [1, 9, 3, 4], None) == 0.5
+    assert match({"answer": 42}, [7], "so it is 42\n") == 1
+    assert match({"answer": 42}, [7], "so it is 421") == 0
+    with pytest.raises(ValueError, match="--tokenizer"):
+        match({"answer": 42}, [7], None)
