@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_sc.precision.scoring_guard import UnprotectedStateError, scoring
 from tests import transformer_engine_stand_in as stand_in
+from tests.distributed import run_ranks
 
 WIDTH = 16
 PLACES = ("before a step", "in the first forward step", "between micro-batches", "after the update")
@@ -185,6 +186,32 @@ def test_modules_without_quantization_are_only_run_without_gradients():
     with scoring(model):
         assert not model(torch.ones(2, 3)).requires_grad
     assert model(torch.ones(2, 3)).requires_grad
+
+
+def sampled_on_rank() -> tuple[list[Tensor], list[Tensor]]:
+    """Training without, and with what every sampler of the plugin runs inside."""
+    from unittest import mock
+
+    from megatron_sc.sampling.isolation import inference_only
+
+    module = ModuleType("transformer_engine.pytorch.quantization")
+    module.FP8GlobalStateManager = stand_in.FP8GlobalStateManager  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        stand_in.FP8GlobalStateManager.quantization_state = stand_in.GlobalState()
+        expected = train(build())
+        stand_in.FP8GlobalStateManager.quantization_state = stand_in.GlobalState()
+        model = build()
+
+        def sample() -> None:
+            with inference_only(model):
+                score(model)
+
+        return expected, train(model, dict.fromkeys(PLACES, sample))
+
+
+def test_the_embedded_sampler_is_guarded():
+    ((expected, found),) = run_ranks(sampled_on_rank, 1, megatron=True)
+    assert same(found, expected)
 
 
 class Stateful(stand_in.Quantizer):

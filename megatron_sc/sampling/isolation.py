@@ -10,16 +10,21 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import nn
 
+from ..precision.scoring_guard import scoring
+
 
 @contextmanager
 def inference_only(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; every module's mode and all random streams as before afterwards.
+    """Evaluation mode and no gradients inside; modes, random streams and FP8 state as before afterwards.
 
     The streams are PyTorch's CPU and current CUDA generator and Megatron's ``CudaRNGStatesTracker``. Parameters are
-    gathered, see ``gathered_parameters``. May be nested.
+    gathered, see ``gathered_parameters``; for FP8 see ``precision.scoring_guard``. May be nested.
 
     Args:
         model: a Megatron model, possibly wrapped.
+
+    Raises:
+        UnprotectedStateError: for a model whose FP8 state cannot be put back.
     """
     modes = {module: module.training for module in model.modules()}
     tracker = get_cuda_rng_tracker()
@@ -27,7 +32,7 @@ def inference_only(model: nn.Module) -> Iterator[None]:
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     try:
-        with gathered_parameters(model), torch.no_grad():
+        with gathered_parameters(model), scoring(model):
             model.eval()
             yield
     finally:
