@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from .commands import audit, config, convert, inspect, mismatch, plan, selfcheck, validate, weights
+from .commands import audit, config, convert, fingerprint, inspect, mismatch, plan, selfcheck, validate, weights
 
-SUBCOMMANDS = (validate, inspect, convert, selfcheck, audit, weights, mismatch, config, plan)
+SUBCOMMANDS = (validate, inspect, convert, selfcheck, fingerprint, audit, weights, mismatch, config, plan)
 """In the order of ``--help``."""
 
 

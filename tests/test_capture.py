@@ -252,7 +252,7 @@ def segment(source: Truth, prompt: list[int], version: int, k: int = 4, routes: 
     shape = (len(prompt) + len(source.tokens), 2, 3)
     padded = None
     if routes is not None:
-        padded = np.full(shape, routes, np.int16)
+        padded = np.full(shape, routes, np.int16) + np.arange(3, dtype=np.int16)
         padded[-1] = -1
     return arrays.response(
         prompt, source.tokens, source.sampled, version, fields.pop("sampling", PLAIN),

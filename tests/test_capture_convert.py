@@ -11,6 +11,7 @@ import pytest
 
 from megatron_sc.cli import main
 from megatron_sc.rollouts import RolloutReader
+from megatron_sc.rollouts.capture.records import Rows, records
 from tests.payloads import (
     PROMPT,
     Truth,
@@ -31,6 +32,50 @@ SOURCES = [truth(6 + i, seed=i) for i in range(6)]
 def write(path, rows) -> None:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+
+
+def test_parquet_lists_of_all_kinds(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "small": rng.integers(0, 9, i % 3).tolist() if i % 7 else None,
+            "large": rng.integers(0, 9, i % 4).tolist(),
+            "fixed": rng.random(2).tolist(),
+            "nested": [rng.random(j % 3).tolist() for j in range(i % 5)] if i % 11 else None,
+            "rectangle": [rng.random(3).tolist() for _ in range(i % 2)],
+            "holes": [1, None],
+            "name": f"row {i}",
+        }
+        for i in range(150)
+    ]
+    number = pa.float64()
+    schema = pa.schema(
+        {
+            "small": pa.list_(pa.int32()),
+            "large": pa.large_list(pa.int64()),
+            "fixed": pa.list_(number, 2),
+            "nested": pa.list_(pa.list_(number)),
+            "rectangle": pa.large_list(pa.list_(number, 3)),
+            "holes": pa.list_(number),
+            "name": pa.string(),
+        }
+    )
+    pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "rows.parquet", row_group_size=100)
+
+    def plain(value):
+        if isinstance(value, Rows):
+            return (
+                [part.tolist() for part in np.split(value.flat, np.cumsum(value.sizes)[:-1])]
+                if len(value.sizes)
+                else []
+            )
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    found = list(records(tmp_path / "rows.parquet"))
+    assert [{name: plain(value) for name, value in record.values.items()} for record in found] == rows
+    assert found[-1].place.endswith("rows.parquet, row 149")
+    assert found[-1].read == (tmp_path / "rows.parquet").stat().st_size
+    assert isinstance(found[1].values["rectangle"], Rows)
 
 
 def slime_row(index: int, source: Truth) -> dict:
@@ -186,7 +231,7 @@ def test_choices_and_routes(tmp_path):
     reply["choices"] += vllm_generate_json(SOURCES[1], K)["choices"]
     for choice in reply["choices"]:
         total = len(PROMPT) + len(choice["token_ids"])
-        choice["routed_experts"] = npy_base64(np.ones((total - 1, 2, 3), np.uint8))
+        choice["routed_experts"] = npy_base64(np.broadcast_to(np.arange(1, 4, dtype=np.uint8), (total - 1, 2, 3)))
     write(tmp_path / "replies.jsonl", [{"response": reply, "reward": [1, 0], "weight_version": 3}])
     command = ["convert", str(tmp_path / "replies.jsonl"), str(tmp_path / "buffer"), "--format", "vllm", *FLAGS]
     command += [*PROCESSED, "--temperature", "1", "--expert-routes", "2", "3", "8"]
@@ -218,10 +263,15 @@ def change(**values):
 BAD = {
     "a null": (lambda row: row["rollout_log_probs"].__setitem__(2, None), "position 2: the sampled token .* nan"),
     "lengths": (lambda row: row["rollout_log_probs"].pop(), "sampled_logprobs has 7 entries and response_ids 8"),
-    "a reward": (change(reward={"score": 1}), "reward is {'score': 1}; must be a number"),
+    "a reward": (change(reward={"score": 1}), "reward is {'score': 1}; must be a finite number"),
+    "an advantage": (change(advantage=float("nan")), "has advantage, which the first record lacks"),
+    "a mask": (change(loss_mask=[1, 0.5] + [1] * 6), "position 1: response_mask is 0.5; must be 0 or 1"),
+    "half a version": (change(weight_versions=2.5), "weight version 2.5 is no step"),
+    "half a token": (change(response_length=8.0), "response_length is 8.0; must be in"),
+    "a text": (change(temperature="1"), "temperature is '1'; must be a number"),
     "versions": (change(weight_versions=["3", "4"]), r"2 weight versions \[3, 4\] for 8 tokens"),
     "a version": (change(weight_versions="default"), "weight version 'default' is no step"),
-    "length": (change(response_length=99), "response_length is 99; must be at most 11"),
+    "length": (change(response_length=99), "response_length is 99; must be in \\[0, 11\\]"),
     "a head": (lambda row: row["rollout_topk_token_ids"][3].pop(), "have rows of different lengths"),
     "text": (change(rollout_topk_token_ids="abc"), "rollout_topk_token_ids must be a list of lists"),
     "a repeated id": (lambda row: row["rollout_topk_token_ids"].__setitem__(1, [7, 7, 7, 7]), "position 1: token 7 is"),
@@ -257,10 +307,9 @@ def test_groups_with_a_bad_rollout_can_be_dropped(tmp_path, capsys):
     captured = capsys.readouterr()
     assert "2 groups, 4 rollouts" in captured.out
     assert "2 bad rollouts, whose groups were left out" in captured.out
-    assert [line.split(": ")[1].rsplit("/")[-1] for line in captured.err.splitlines()] == [
-        "rows.jsonl, line 2",
-        "rows.jsonl, line 5",
-    ]
+    first, second = captured.err.splitlines()
+    assert "rows.jsonl, line 2: sampled_logprobs has 7 entries" in first
+    assert "rows.jsonl, line 5, position 0: prompt_ids is 77" in second
     assert [rollout.reward for rollout in rollouts(tmp_path / "buffer", 2)] == [2, 3, 6, 7]
 
 

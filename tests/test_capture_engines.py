@@ -57,6 +57,39 @@ def through_json(body: dict) -> dict:
     return json.loads(json.dumps(body))
 
 
+EVERY = Truth(np.repeat(truth(1, seed=2).logq, 50, axis=0), np.arange(50))
+"""One distribution, and each of its tokens as the sampled one."""
+REQUEST = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+PATHS = {
+    "vllm dicts": lambda s: vllm.responses(
+        vllm_output(s, vllm_rows(s, K)), VllmParams(K), logprobs_mode=PROCESSED, weight_version=7
+    ),
+    "vllm flat": lambda s: vllm.responses(
+        vllm_output(s, vllm_flat(s, K)), VllmParams(K), logprobs_mode=PROCESSED, weight_version=7
+    ),
+    "vllm generate": lambda s: vllm.responses_from_json(
+        vllm_generate_json(s, K),
+        {"sampling_params": REQUEST | {"logprobs": K}},
+        logprobs_mode=PROCESSED,
+        weight_version=7,
+    ),
+    "vllm completion": lambda s: vllm.responses_from_json(
+        vllm_completion_json(s, K), REQUEST | {"logprobs": K}, logprobs_mode=PROCESSED, weight_version=7
+    ),
+    "vllm chat": lambda s: vllm.responses_from_json(
+        vllm_chat_json(s, K + 1), REQUEST | {"top_logprobs": K + 1}, logprobs_mode=PROCESSED, weight_version=7
+    ),
+    "sglang": lambda s: sglang.responses(sglang_output(s, K), {}),
+    "tinker": lambda s: tinker.responses(tinker_response(s, K + 1), PROMPT, TinkerParams(), weight_version=7),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_head_does_not_depend_on_the_sampled_token(path):
+    (response,) = PATHS[path](EVERY)
+    check(response, EVERY, K)
+
+
 # vLLM
 
 
@@ -189,9 +222,6 @@ def test_vllm_versions_that_are_not_known():
         vllm.responses(output, VllmParams(K), logprobs_mode=PROCESSED, weight_version=7)
     with pytest.raises(CaptureError, match="weight_version is 'b', which weight_version= does not map"):
         vllm.responses(output, VllmParams(K), logprobs_mode=PROCESSED, weight_version={"a": 1})
-
-
-REQUEST = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 @pytest.mark.parametrize(

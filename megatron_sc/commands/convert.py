@@ -98,7 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"dropped: {len(result.dropped) - SHOWN} more", file=sys.stderr)
     columns = getattr(source, "columns", None)
     if columns is not None:
-        print("columns: " + ", ".join(f"{name} from {column}" for name, column in columns.names.items()))
+        pairs = columns.names.items()
+        print("columns: " + ", ".join(name if name == column else f"{name} from {column}" for name, column in pairs))
         if columns.unused:
             print("columns that were not used: " + ", ".join(columns.unused))
     print(

@@ -51,7 +51,7 @@ FLAGS = {
 
 
 def parse_trainer_flags(text: str) -> argparse.Namespace:
-    """The flags of ``FLAGS`` and of the plugin's objective in a launch command; all others are left out.
+    """The flags of ``FLAGS``, of the objective and of the buffer in a launch command; all others are left out.
 
     Args:
         text: the flags, or the whole command.
@@ -61,9 +61,11 @@ def parse_trainer_flags(text: str) -> argparse.Namespace:
     """
     from ..training.config import ObjectiveConfig
     from ..training.flags import add_flags
+    from ..training.rollout_config import RolloutConfig
 
     parser = argparse.ArgumentParser(prog="--trainer", allow_abbrev=False, add_help=False)
     for flag, options in FLAGS.items():
         parser.add_argument(flag, **options)  # type: ignore[arg-type]
-    add_flags(parser.add_argument_group("score centering"), ObjectiveConfig)
+    for config in (ObjectiveConfig, RolloutConfig):
+        add_flags(parser.add_argument_group(config.__name__), config)
     return parser.parse_known_args(shlex.split(text))[0]

@@ -6,7 +6,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -153,7 +153,7 @@ def _write(writer: RolloutWriter, batch: list[Group], drop: bool, result: Conver
         writer.write(table)
     except BufferRefusedError as error:
         row = error.problem.row
-        message = str(error) if row is None else f"{samples[row].place}: {error}"
+        message = str(error) if row is None else str(replace(error.problem, file=samples[row].place, row=None))
         if not drop or row is None:
             raise RolloutError(message) from error
         if len(batch) == 1:

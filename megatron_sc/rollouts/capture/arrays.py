@@ -58,7 +58,7 @@ def response(
     temperature = sampling.check(request)
     prompt, tokens = _ids(prompt_ids, "prompt_ids", request), _ids(response_ids, "response_ids", request)
     length = len(tokens)
-    trained = np.ones(length, np.bool_) if response_mask is None else np.asarray(response_mask).astype(np.bool_)
+    trained = np.ones(length, np.bool_) if response_mask is None else _mask(response_mask, request)
     sampled = np.array(sampled_logprobs, np.float32)
     versions = (
         np.full(length, weight_version, np.int32)
@@ -137,6 +137,17 @@ def _head(
     if len(listed.sizes) != len(tokens):
         raise lengths_differ("head_ids", len(listed.sizes), len(tokens), request)
     return make_head(listed, tokens, sampled, trained, sampling, request, k)
+
+
+def _mask(values: Array, request: Request) -> npt.NDArray[np.bool_]:
+    array = np.asarray(values)
+    if array.dtype != np.bool_ and (other := (array != 0) & (array != 1)).any():
+        raise request.error(
+            f"response_mask is {array[int(other.argmax())]}",
+            "must be 0 or 1: a token trains or not",
+            int(other.argmax()),
+        )
+    return array.astype(np.bool_)
 
 
 def _ids(values: Array, name: str, request: Request) -> npt.NDArray[np.int32]:

@@ -19,8 +19,8 @@ from .routes import pad_routes
 from .sampling import Sampling
 
 ALIASES: dict[str, tuple[str, ...]] = {
-    "prompt_ids": ("prompt_ids", "prompt_token_ids", "prompts"),
-    "response_ids": ("response_ids", "completion_ids", "response_token_ids", "responses"),
+    "prompt_ids": ("prompt_ids", "prompt_token_ids"),
+    "response_ids": ("response_ids", "completion_ids", "response_token_ids"),
     "tokens": ("tokens",),
     "response_length": ("response_length",),
     "response_mask": ("response_mask", "loss_mask", "completion_mask"),
@@ -39,8 +39,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "group_id": ("group_id", "group_index", "uid"),
     "metadata": ("metadata",),
 }
-"""For each field, the names under which stacks have it: this schema's, slime's and miles' ``Sample``, verl's batches,
-prime-rl's training examples. ``tokens`` with ``response_length`` stand for prompt and response in one list."""
+"""For each field, the names under which stacks have it: this schema's, those of slime's and miles' ``Sample``, of
+prime-rl's training examples, and verl's ``uid``. ``tokens`` with ``response_length`` are prompt and response in one
+list. verl's ``prompts`` and ``responses`` are not among them: they are padded."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,8 @@ def row_response(
         mask = np.zeros(length, np.bool_)
     temperature = columns.get(record, "temperature")
     if temperature is not None:
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float | np.number):
+            raise request.error(f"{columns.names['temperature']} is {temperature!r}", "must be a number")
         sampling = replace(sampling, temperature=float(temperature))
     sampled = array("sampled_logprobs")
     if sampled is None:
@@ -156,7 +159,7 @@ def row_response(
         k=k,
         log_tail_mass=array("log_tail_mass"),
         response_mask=mask,
-        finish_reason=str(columns.get(record, "finish_reason") or ""),
+        finish_reason=_finish_reason(columns.get(record, "finish_reason")),
         expert_routes=_routes(columns.get(record, "expert_routes"), len(prompt) + length, request),
         request=request,
     )
@@ -165,8 +168,8 @@ def row_response(
 def _divide(tokens: npt.NDArray[Any] | None, length: Any, request: Request) -> tuple[npt.NDArray[Any], ...]:
     if tokens is None or length is None:
         raise request.error("no prompt_ids and response_ids, nor tokens and response_length", "every row needs them")
-    if not 0 <= length <= len(tokens):
-        raise request.error(f"response_length is {length}", f"must be at most {len(tokens)}, the length of tokens")
+    if not isinstance(length, int | np.integer) or not 0 <= length <= len(tokens):
+        raise request.error(f"response_length is {length}", f"must be in [0, {len(tokens)}], the length of tokens")
     return tokens[: len(tokens) - length], tokens[len(tokens) - length :]
 
 
@@ -195,7 +198,10 @@ def _versions(value: Any, length: int, default: int | None, request: Request) ->
             raise request.error("no weight version", "add a column, or pass --weight-version for all rows")
         return default
     try:
-        versions = np.array([int(label) for label in np.atleast_1d(value)], np.int64)
+        labels = np.atleast_1d(value).tolist()
+        versions = np.array([int(label) for label in labels], np.int64)
+        if any(isinstance(label, float) and label != step for label, step in zip(labels, versions, strict=True)):
+            raise ValueError
     except (TypeError, ValueError):
         raise request.error(f"weight version {value!r} is no step of the trainer", "must be whole numbers") from None
     if len(versions) == length:
@@ -206,6 +212,12 @@ def _versions(value: Any, length: int, default: int | None, request: Request) ->
         f"{len(versions)} weight versions {versions.tolist()[:8]} for {length} tokens",
         "where they differ, every token needs its own",
     )
+
+
+def _finish_reason(value: Any) -> str:
+    if isinstance(value, Mapping):  # SGLang's
+        value = value.get("type")
+    return "" if value is None else str(value)
 
 
 def _routes(value: Any, tokens: int, request: Request) -> Int16 | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from ..rollout import RolloutError
 from ..schema import ExpertRoutes
 from . import sglang, vllm
-from .columns import Columns, row_response
+from .columns import ALIASES, Columns, row_response
 from .records import Record
 from .response import Response
 from .sampling import NEUTRAL, Sampling
@@ -112,6 +112,14 @@ class ColumnSource:
         missing = [name for name in self.columns.names.values() if name not in record.values]
         if missing:
             raise RolloutError(f"{record.place}: no {missing[0]}; every record must have the columns of the first one")
+        new = record.values.keys() - self.columns.names.values() - set(self.columns.unused)
+        if new:
+            known = sorted(name for aliases in ALIASES.values() for name in aliases if name in new)
+            if known:
+                raise RolloutError(
+                    f"{record.place}: has {known[0]}, which the first record lacks; every record must have it, or null"
+                )
+            self.columns = replace(self.columns, unused=tuple(sorted({*self.columns.unused, *new})))
         return self.columns
 
 
@@ -219,8 +227,8 @@ def _per_choice(record: Record, name: str, count: int) -> list[Any]:
 
 
 def _number(value: Any, name: str, record: Record) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise RolloutError(f"{record.place}: {name} is {value!r}; must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not np.isfinite(value):
+        raise RolloutError(f"{record.place}: {name} is {value!r}; must be a finite number")
     return float(value)
 
 

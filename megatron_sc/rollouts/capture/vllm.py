@@ -190,7 +190,7 @@ def fingerprint(config: Any, params: Any, version: str = "") -> SamplerFingerpri
     """What a ``VllmConfig`` tells for a buffer's manifest.
 
     Args:
-        config: ``llm.llm_engine.vllm_config`` or ``await engine.get_vllm_config()``.
+        config: ``llm.llm_engine.vllm_config``, or ``vllm_config`` of an ``AsyncLLM``.
         params: the ``SamplingParams`` of all requests of the buffer.
         version: ``vllm.__version__``.
     """
