@@ -25,7 +25,7 @@ FLAGS = shlex.split("""
 
 
 def train(*flags):
-    """One run of the tiny model; the calls are those that a training loop makes."""
+    """One run of the tiny model."""
     from megatron.core import mpu
     from megatron.core.enums import ModelType
     from megatron.training import training
@@ -33,31 +33,17 @@ def train(*flags):
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_sc.training.arguments import add_arguments
-    from megatron_sc.training.weights import RunWeights
+    from megatron_sc.training.loop import hooked_training_loop
 
     with mock.patch.object(sys, "argv", ["train", *FLAGS, *flags]):
         args = parse_and_validate_args(extra_args_provider=add_arguments)
-    weights, model = RunWeights.from_args(args), []
 
     def datasets_provider(sizes, vp_stage=None):
         rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         return tiny_model.micro_batches(rank, size, args.iteration + 1, set()), None, None
 
     datasets_provider.is_distributed = True
-    stock_setup, stock_log = training.setup_model_and_optimizer, training.training_log
-
-    def setup(*arguments, **keywords):
-        model[:], optimizer, scheduler = stock_setup(*arguments, **keywords)
-        weights.start(model, optimizer, args.iteration)
-        return model, optimizer, scheduler
-
-    def log(loss_dict, total, rate, iteration, *rest, **keywords):
-        weights.after_step(model, iteration)
-        return stock_log(loss_dict, total, rate, iteration, *rest, **keywords)
-
-    with mock.patch.object(training, "setup_model_and_optimizer", setup), mock.patch.object(
-        training, "training_log", log
-    ):  # fmt: skip
+    with hooked_training_loop():
         config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
         training.pretrain(config, datasets_provider, ModelType.encoder_or_decoder, tiny_model.forward_step)
 

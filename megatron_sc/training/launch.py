@@ -39,9 +39,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     script = Path(arguments[0])
     if not script.is_file():
         _refuse(f"{script} is not a file; give the path of a pretrain_gpt.py in a Megatron-LM checkout")
-    sys.argv = arguments
+    cpu.install()  # before Megatron is imported
+    from .config_files import expand_argv
+
+    sys.argv = [arguments[0], *expand_argv(arguments[1:])]  # --sc-config FILE
     sys.path[0] = str(script.resolve().parent)
-    cpu.install()
     wrap_megatron()
     runpy.run_path(arguments[0], run_name="__main__")
 

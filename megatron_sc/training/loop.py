@@ -1,5 +1,6 @@
-"""Megatron's own training loop, with three additions: it leaves everything alone on a step that trains no token, it
-begins a step by agreeing on its recorded rollouts, and it can write a metrics file.
+"""Megatron's own training loop, with four additions: it leaves everything alone on a step that trains no token, it
+begins a step by agreeing on its recorded rollouts, it starts from and publishes Hugging Face weights where the flags
+ask for it, and it can write a metrics file.
 
     from megatron_sc.training.loop import pretrain
 
@@ -17,10 +18,13 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .weights import RunWeights
 
 
 def pretrain(
@@ -112,6 +116,7 @@ class _Hooks:
         self._finalize_model_grads = training.finalize_model_grads
         self._tokens = TrainableTokens()
         self._metrics = metrics
+        self._weights: RunWeights | None = None
         self._evaluation: tuple[int, str] | None = None  # step and split of the evaluation under way
 
     def close(self) -> None:
@@ -120,10 +125,17 @@ class _Hooks:
             self._metrics.close()
 
     def setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Watch the token count, guard the optimizer, and open the metrics file at the step that was loaded."""
+        """Watch the token count, guard the optimizer, and open the metrics file at the step that was loaded.
+
+        Also start from Hugging Face weights, and publish what the run starts from.
+        """
         from megatron.core.utils import get_model_config
         from megatron.training import get_args
 
+        from .weights import RunWeights
+
+        if hasattr(get_args(), "publish_weights"):  # the plugin's flags were parsed
+            self._weights = RunWeights.from_args(get_args())  # before the model is built: it may refuse
         model, optimizer, scheduler = self._stock["setup_model_and_optimizer"](*args, **kwargs)
         if optimizer is not None:
             if get_args().optimizer_cuda_graph:
@@ -138,6 +150,8 @@ class _Hooks:
             optimizer.step = self._tokens.guard(optimizer.step)
         if self._metrics is not None and _is_last_rank():
             self._metrics.open(get_args().iteration)
+        if self._weights is not None:
+            self._weights.start(model, optimizer, get_args().iteration)
         return model, optimizer, scheduler
 
     def train_step(
@@ -152,7 +166,10 @@ class _Hooks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Begin with the step's rollouts, where they come from a feed: it says how many micro-batches there are."""
+        """Begin with the step's rollouts, where they come from a feed: it says how many micro-batches there are.
+
+        Publish the weights afterwards, if it is time.
+        """
         from megatron.training import get_args
 
         from .feed import feed_of
@@ -163,21 +180,22 @@ class _Hooks:
                 *args, **kwargs,
             )  # fmt: skip
 
-        feed = feed_of(data_iterator)
-        if feed is None:
-            return train_step(forward_backward_func)
-        step = get_args().curr_iteration
-        count = feed.begin_step(step)
-        if count is None:
-            if _is_last_rank():
-                print(f"> the rollout buffer has ended: training stops after step {step}", flush=True)
-            return {}, 0, _is_unsaved(get_args(), step), True, 0, None, None, 0
-        if feed.varies:
-            config.variable_seq_lengths = True  # pipeline stages tell each other the shapes
-        result = train_step(functools.partial(_with_micro_batches, forward_backward_func, count))
+        feed, step = feed_of(data_iterator), get_args().curr_iteration
+        if feed is not None:
+            count = feed.begin_step(step)
+            if count is None:
+                if _is_last_rank():
+                    print(f"> the rollout buffer has ended: training stops after step {step}", flush=True)
+                return {}, 0, _is_unsaved(get_args(), step), True, 0, None, None, 0
+            if feed.varies:
+                config.variable_seq_lengths = True  # pipeline stages tell each other the shapes
+            forward_backward_func = functools.partial(_with_micro_batches, forward_backward_func, count)
+        result = train_step(forward_backward_func)
         exits = result[3]  # the step was not finished
-        if not exits:
+        if not exits and feed is not None:
             get_args().rollout_cursor = feed.cursor
+        if not exits and self._weights is not None:
+            self._weights.after_step(model, step + 1)
         return result
 
     def training_log(
