@@ -25,15 +25,14 @@ FLAGS = shlex.split("""
 
 
 def train(*flags):
-    """One run of the tiny model."""
+    """One run of the tiny model in our loop."""
     from megatron.core import mpu
     from megatron.core.enums import ModelType
-    from megatron.training import training
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_sc.training.arguments import add_arguments
-    from megatron_sc.training.loop import hooked_training_loop
+    from megatron_sc.training.loop import pretrain
 
     with mock.patch.object(sys, "argv", ["train", *FLAGS, *flags]):
         args = parse_and_validate_args(extra_args_provider=add_arguments)
@@ -43,9 +42,8 @@ def train(*flags):
         return tiny_model.micro_batches(rank, size, args.iteration + 1, set()), None, None
 
     datasets_provider.is_distributed = True
-    with hooked_training_loop():
-        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        training.pretrain(config, datasets_provider, ModelType.encoder_or_decoder, tiny_model.forward_step)
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, datasets_provider, ModelType.encoder_or_decoder, tiny_model.forward_step)
 
 
 def published(root):
