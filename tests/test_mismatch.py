@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -27,11 +28,14 @@ from megatron_sc.diagnostics.mismatch import (
     with_layers,
 )
 from megatron_sc.diagnostics.mismatch_report import attribution_figure, attribution_table, mismatch_table
-from megatron_sc.objective import TopKHead
+from megatron_sc.objective import Support, TopKHead
 from megatron_sc.precision.quantize import Quantizer
 from megatron_sc.precision.specs import SPECS, SamplerSpec
+from megatron_sc.rollouts import HeadPolicy, Manifest, RolloutWriter
 from megatron_sc.vocab_parallel import centered_loss
 from tests.distributed import run_megatron, run_ranks
+from tests.test_simulate_training import train_and_record
+from tests.test_training import CENTERED
 from tests.train_fixed import train_fixed
 
 MODEL = """
@@ -113,6 +117,40 @@ def test_a_whole_head_and_a_truncated_sampler() -> None:
         [Positions.of(*(x[part] for x in (logp, logq, ids)), 4) for part in (slice(20), slice(20, 50))]
     )
     assert Mismatch.of(joined) == Mismatch.of(Positions.of(logp, logq, ids, 4))
+
+
+@pytest.mark.parametrize("with_tail", [True, False])
+def test_a_recorded_head_gives_what_can_be_known_of_the_whole_distribution(with_tail: bool) -> None:
+    logp, logq, ids = distributions()
+    head_logq, head = logq.topk(4, dim=1)
+    tail = logq.scatter(1, head, -torch.inf).logsumexp(1) if with_tail else None
+    if with_tail:  # ragged: the second half records three tokens, and the fourth belongs to the tail
+        tail[25:] = logq[25:].scatter(1, head[25:, :3], -torch.inf).logsumexp(1)
+        head[25:, 3], head_logq[25:, 3] = -1, -torch.inf
+    recorded = Positions.of_recorded(logp, ids, logq.gather(1, ids[:, None])[:, 0], head, head_logq, tail)
+    halves = [Positions.of(logp[rows], logq[rows], ids[rows], k) for rows, k in
+              ((slice(25), 4), (slice(25, 50), 3 if with_tail else 4))]  # fmt: skip
+    whole = Positions.join(halves)
+    for name in ("log_ratio", "head_kl", "head_drift", "tail_ratio", "outside"):
+        assert torch.allclose(getattr(recorded, name), getattr(whole, name), atol=1e-12), name
+    assert (recorded.tail_drift <= whole.tail_drift + 1e-12).all()
+    assert recorded.kl.isnan().all()
+    as_dict = Mismatch.of(recorded).as_dict()
+    assert as_dict["kl"] is None
+    assert json.loads(json.dumps(as_dict, allow_nan=False))["head_kl"] == pytest.approx(whole.head_kl.mean().item())
+
+
+def test_a_recorded_support_is_compared_on_itself() -> None:
+    logp, logq, _ = distributions()
+    support_logq, support = logq.topk(3, dim=1)
+    support_logq = torch.log_softmax(support_logq, 1)
+    ids, sampled_logq = support[:, 1], support_logq[:, 1]
+    out = centered_loss(logp, ids, torch.ones(50), Support(support, support_logq), sampled_logq)
+    mismatch = Mismatch.of(Positions.of_recorded(logp, ids, sampled_logq, support, support_logq, is_support=True))
+    for name, value in (("sampler_kl", mismatch.head_kl), ("drift_l1", mismatch.drift_head),
+                        ("log_ratio_abs", mismatch.log_ratio_abs)):  # fmt: skip
+        assert value == pytest.approx(out.metrics[name].mean().item()), name
+    assert mismatch.drift_tail == mismatch.outside_head == 0
 
 
 def test_attribution_turns_one_part_on_at_a_time_and_fits_nothing() -> None:
@@ -201,10 +239,35 @@ def test_the_command_on_a_checkpoint_under_tensor_parallelism(checkpoint: Path, 
     assert fresh["kl"] < alone["fp8-fp4kv"]["kl"] / 10  # a fresh model with small weights: the checkpoint was loaded
 
 
+def test_the_command_on_a_buffer_that_the_checkpoint_itself_sampled(checkpoint: Path, tmp_path: Path) -> None:
+    flags = f"{CENTERED} --load {checkpoint} --finetune --no-load-optim --prompts-per-step 4 --samples-per-prompt 2"
+    ((_, (rollouts, *_)),) = run_ranks(train_and_record, 1, flags, str(tmp_path / "metrics.jsonl"), megatron=True)
+    stale = [copy.deepcopy(r) for r in rollouts]
+    stale = [dataclasses.replace(r, weight_version=r.weight_version + 7, group_id=r.group_id + 9) for r in stale]
+    for rollout in stale:  # a sampler that gave every recorded token 22 % less, and the tail the rest
+        rollout.sampled_logprobs[:] -= 0.25
+        rollout.head_logprobs[:] -= 0.25
+        rollout.log_tail_mass[:] = np.log1p(-np.exp(rollout.head_logprobs.astype(np.float64)).sum(1))
+    exact = HeadPolicy(target_mass=1.0, dropped_norm=0.0, precision="float32")
+    with RolloutWriter(tmp_path / "buffer", Manifest(true_vocab_size=30, heads=exact)) as writer:
+        writer.write([*rollouts, *stale])
+    options = ["--buffer", tmp_path / "buffer", "--json", "--model", *MODEL.split(), "--load", checkpoint]
+    (output,) = run_megatron(command(*options), 1)
+    found = measured(output)
+    assert list(found) == ["all", "version 7", "version 0"]
+    assert [found[name]["positions"] for name in found] == [96, 48, 48]
+    assert found["version 0"]["head_kl"] < 1e-9
+    assert found["version 0"]["log_ratio_abs_max"] < 1e-4
+    assert found["version 7"]["log_ratio_abs"] == pytest.approx(0.25, abs=1e-4)
+    assert found["version 7"]["drift_head"] == pytest.approx(found["version 7"]["drift_tail"], rel=1e-3)
+    assert found["all"]["log_ratio_abs_max"] == pytest.approx(0.25, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["fp9"], "error: no sampler precision 'fp9'; there are"),
+        ([], "error: give one or more SPEC, or --buffer"),
         (["fp8-fp8kv", "--count", "0"], "error: --count, --head-size and --response must be at least 1"),
     ],
 )

@@ -25,15 +25,16 @@ def add(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser(
         "mismatch",
         help="how far quantized samplers are from a model, and which part of them makes the difference",
-        usage="megatron-sc mismatch SPEC [SPEC ...] [options] [--model MEGATRON FLAGS]",
+        usage="megatron-sc mismatch (SPEC [SPEC ...] | --buffer PATH) [options] [--model MEGATRON FLAGS]",
         description="Samples responses from each simulated sampler, scores them under the model and under the sampler "
-        "with one part at a time, and prints the mismatch and where it comes from. Under torchrun the model may be "
-        "tensor- and expert-parallel.",
+        "with one part at a time, and prints the mismatch and where it comes from. With --buffer it scores responses "
+        "that a real sampler recorded. Under torchrun the model may be tensor- and expert-parallel.",
     )
-    parser.add_argument("specs", nargs="+", metavar="SPEC", help="a name of docs/samplers.md, or a .yaml file")
+    parser.add_argument("specs", nargs="*", metavar="SPEC", help="a name of docs/samplers.md, or a .yaml file")
+    parser.add_argument("--buffer", metavar="PATH", help="a rollout buffer instead of simulated samplers")
     parser.add_argument("--by", choices=("component", "layer", "nothing"), default="component", help="what to turn on")
     parser.add_argument("--prompts", help='JSON lines {"prompt_ids": [...]}; default: prompts of --task reverse')
-    parser.add_argument("--count", type=int, default=64, help="how many of the prompts (default 64)")
+    parser.add_argument("--count", type=int, default=64, help="prompts, or newest rollouts (default 64)")
     parser.add_argument("--response", type=int, help="tokens to sample after each prompt (default: the task's, or 16)")
     parser.add_argument("--seed", type=int, default=1, help="of prompts, draws and a fresh model (default 1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="default 1")
@@ -53,9 +54,11 @@ def add(subcommands: Subcommands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Its exit status."""
+    from ..rollouts.problem import BufferRefusedError
+
     try:
         results = _measure(arguments)
-    except ValueError as error:
+    except (ValueError, BufferRefusedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if results is not None:  # the first rank
@@ -69,6 +72,8 @@ def _measure(arguments: argparse.Namespace) -> dict[str, tuple[Mismatch, Attribu
 
     from ..precision.specs import SamplerSpec
 
+    if bool(arguments.specs) == bool(arguments.buffer):
+        raise ValueError("give one or more SPEC, or --buffer")
     specs = {name: SamplerSpec.load(name) for name in arguments.specs}
     if arguments.count < 1 or arguments.head_size < 1 or (arguments.response or 1) < 1 or arguments.temperature <= 0:
         raise ValueError("--count, --head-size and --response must be at least 1, and --temperature above 0")
@@ -82,18 +87,25 @@ def _measure(arguments: argparse.Namespace) -> dict[str, tuple[Mismatch, Attribu
     import torch.distributed as dist
 
     from ..diagnostics.probe_sampler import SamplerProbe
+    from ..diagnostics.recorded import recorded_mismatch
     from ..sampling import ParallelGroups
 
     try:
-        prompts, length = _prompts(arguments)
         vocab_size = args.true_vocab_size or args.vocab_size
         if vocab_size is None:
             raise ValueError("--true-vocab-size is needed among the flags of --model: the vocabulary without padding")
-        probe = SamplerProbe(
-            model, prompts, arguments.response or length, vocab_size, ParallelGroups.from_megatron(), arguments.seed,
-            arguments.temperature, arguments.head_size,
-        )  # fmt: skip
-        results = {name: probe.measure(spec, arguments.by) for name, spec in specs.items()}
+        groups = ParallelGroups.from_megatron()
+        results: dict[str, tuple[Mismatch, Attribution | None]]
+        if arguments.buffer:
+            recorded = recorded_mismatch(model, arguments.buffer, arguments.count, vocab_size, groups)
+            results = {name: (mismatch, None) for name, mismatch in recorded.items()}
+        else:
+            prompts, length = _prompts(arguments)
+            probe = SamplerProbe(
+                model, prompts, arguments.response or length, vocab_size, groups, arguments.seed,
+                arguments.temperature, arguments.head_size,
+            )  # fmt: skip
+            results = {name: probe.measure(spec, arguments.by) for name, spec in specs.items()}
         return results if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ distributions are known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
@@ -23,10 +24,10 @@ class Positions:
     """What is known of n positions, float64 [n] each."""
 
     log_ratio: Tensor  # log p_y - log q_y of the sampled token
-    kl: Tensor  # KL(q || p) over the whole vocabulary
+    kl: Tensor  # KL(q || p) over the whole vocabulary; NaN where only a head of q is known
     head_kl: Tensor  # the same with all tokens outside the head as one: what a recorded head shows
     head_drift: Tensor  # sum of |q - p| over the head
-    tail_drift: Tensor  # and over the rest
+    tail_drift: Tensor  # and over the rest; of a recorded head the difference of the masses, at most that
     tail_ratio: Tensor  # mass outside the head, sampler / trainer; NaN where there is no tail
     outside: Tensor  # 1 where the sampled token is not in the head
 
@@ -60,6 +61,61 @@ class Positions:
         )
 
     @classmethod
+    def of_recorded(
+        cls,
+        trainer: Tensor,
+        sampled_ids: Tensor,
+        sampled_logprobs: Tensor,
+        head_ids: Tensor,
+        head_logprobs: Tensor,
+        log_tail_mass: Tensor | None = None,
+        is_support: bool = False,
+    ) -> Self:
+        """Compare the trainer's distributions with what a rollout records of the sampler's.
+
+        Args:
+            trainer: [n, V] log p.
+            sampled_ids: [n] int64.
+            sampled_logprobs: [n] log q of them.
+            head_ids: [n, k] int64; < 0 is padding.
+            head_logprobs: [n, k] log q.
+            log_tail_mass: [n]; None or NaN: one minus the head's mass.
+            is_support: the head is all the sampler could draw: p is normalized on it, and nothing is outside.
+        """
+        logp, logq = trainer.double(), head_logprobs.double()
+        valid = head_ids >= 0
+        ids = head_ids.clamp(min=0)
+        if is_support:
+            inside = logp.gather(1, ids).masked_fill(~valid, -torch.inf)
+            logp = logp - inside.logsumexp(1, keepdim=True)
+        head_logp = logp.gather(1, ids)
+        p, q = (x.exp().masked_fill(~valid, 0.0) for x in (head_logp, logq))
+        outside = torch.ones_like(logp, dtype=torch.bool)
+        outside.scatter_(1, ids, ~valid)  # padding repeats id 0: undone below
+        outside[:, 0] = ~((ids == 0) & valid).any(1)
+        tail_p = logp.exp().masked_fill(~outside, 0.0).sum(1)
+        tail_q = (1 - q.sum(1)).clamp(min=0)
+        if log_tail_mass is not None:
+            tail_q = torch.where(log_tail_mass.isnan(), tail_q, log_tail_mass.double().exp())
+        if is_support:
+            tail_p, tail_q = torch.zeros_like(tail_p), torch.zeros_like(tail_q)
+        terms = torch.where(q > 0, q * (logq - head_logp), 0.0)
+        chosen = sampled_ids.unsqueeze(1)
+        return cls(
+            log_ratio=logp.gather(1, chosen).squeeze(1) - sampled_logprobs.double(),
+            kl=torch.full_like(tail_p, torch.nan),
+            head_kl=terms.sum(1) + torch.where(tail_q > 0, tail_q * (tail_q / tail_p).log(), 0.0),
+            head_drift=(q - p).abs().sum(1),
+            tail_drift=(tail_q - tail_p).abs(),
+            tail_ratio=torch.where(tail_p > 0, tail_q / tail_p, torch.nan),
+            outside=(~((ids == chosen) & valid).any(1)).double(),
+        )
+
+    def select(self, keep: Tensor) -> Self:
+        """The positions where ``keep`` [n] is True."""
+        return type(self)(*(getattr(self, field.name)[keep] for field in fields(self)))
+
+    @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
         """The positions of several batches."""
         return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
@@ -70,7 +126,7 @@ class Mismatch:
     """A sampler against its trainer, over all positions: means unless the name says otherwise."""
 
     positions: int
-    kl: float  # KL(q || p), exact
+    kl: float  # KL(q || p), exact; NaN where only a head of q is known
     head_kl: float  # with the tail as one token: a lower bound of kl
     k3_kl: float  # E_q[r - 1 - log r], from the sampled tokens alone
     log_ratio_abs: float  # |log p_y - log q_y|
@@ -100,8 +156,10 @@ class Mismatch:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self) | {"tail_ratio": dict(zip(map(str, TAIL_QUANTILES), self.tail_ratio, strict=True))}
+        """Plain values; None for what is unknown."""
+        known = {name: None if value != value else value for name, value in asdict(self).items()}
+        tails = [None if math.isnan(value) else value for value in self.tail_ratio]
+        return known | {"tail_ratio": dict(zip(map(str, TAIL_QUANTILES), tails, strict=True))}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from matplotlib.figure import Figure
@@ -16,7 +17,7 @@ BAR_WIDTH = 30
 
 def mismatch_table(samplers: Mapping[str, Mismatch]) -> Table:
     """One column a sampler, one row a quantity."""
-    table = Table(title="Sampler q against trainer p, on the sampler's own responses", box=box.SIMPLE)
+    table = Table(title="Sampler q against trainer p, on the sampler's responses", box=box.SIMPLE)
     table.add_column("")
     for name in samplers:
         table.add_column(name, justify="right")
@@ -32,11 +33,15 @@ def mismatch_table(samplers: Mapping[str, Mismatch]) -> Table:
         ("sampled outside the head", "outside_head", ".2%"),
     ]
     for label, field, form in rows:
-        table.add_row(label, *(format(getattr(mismatch, field), form) for mismatch in samplers.values()))
+        table.add_row(label, *(_number(getattr(mismatch, field), form) for mismatch in samplers.values()))
     for i, quantile in enumerate(TAIL_QUANTILES):
         label = "tail mass q / p, max" if quantile == 1 else f"tail mass q / p, {quantile:.0%}"
-        table.add_row(label, *(f"{mismatch.tail_ratio[i]:.3f}" for mismatch in samplers.values()))
+        table.add_row(label, *(_number(mismatch.tail_ratio[i], ".3f") for mismatch in samplers.values()))
     return table
+
+
+def _number(value: float, form: str) -> str:
+    return "unknown" if math.isnan(value) else format(value, form)
 
 
 def attribution_table(name: str, attribution: Attribution) -> Table:
