@@ -134,6 +134,7 @@ def refused_flags(folder):
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_sc.training.arguments import add_arguments
+    from megatron_sc.training.launch import centering_pretrain
     from megatron_sc.training.weights import RunWeights
 
     messages = []
@@ -156,6 +157,10 @@ def refused_flags(folder):
         except ValueError as error:
             messages.append(str(error))
         training.destroy_global_state()
+    with mock.patch.object(sys, "argv", ["train", *FLAGS, "--train-iters", "1", "--hf-checkpoint", folder]):
+        parse_and_validate_args(extra_args_provider=add_arguments)
+    with pytest.raises(ValueError, match="--load-hf-weights needs --loss-correction"):
+        centering_pretrain(training.pretrain)(None, None, None, None)
     return messages
 
 

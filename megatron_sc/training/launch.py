@@ -79,6 +79,12 @@ def centering_pretrain(stock_pretrain: Callable[..., None]) -> Callable[..., Non
         from megatron.training import get_args
 
         if get_args().loss_correction is None:
+            for flag, given in (
+                ("--publish-weights", get_args().publish_weights),
+                ("--load-hf-weights", get_args().load_hf_weights),
+            ):
+                if given:
+                    raise ValueError(f"{flag} needs --loss-correction: without that the launcher leaves Megatron alone")
             stock_pretrain(full_config, datasets_provider, model_type, forward_step_func, *args, **kwargs)
             return
         from .loop import hooked_training_loop
