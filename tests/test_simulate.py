@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -289,6 +290,23 @@ def test_specs_are_read_back_from_yaml(tmp_path):
     path.write_text("{base: fp8-fp4kv, keys: none, values: e4m3/row, expert_weights: same}")
     expected = dataclasses.replace(SPECS["fp8-fp4kv"], keys=None, values=Quantizer.parse("e4m3/row"))
     assert SamplerSpec.load(str(path)) == expected
+
+
+def test_the_document_names_every_spec_and_its_example_loads(tmp_path):
+    text = (Path(__file__).parent.parent / "docs" / "samplers.md").read_text()
+    rows = [[cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+    documented = {row[0]: row[1:] for row in rows if len(row) == 4 and row[0] in SPECS}
+    for name, spec in SPECS.items():
+        weights, activations, cache = documented.pop(name)
+        if activations == "same":
+            activations = weights
+        assert spec.keys == spec.values
+        for quantizer, written in ((spec.weights, weights), (spec.activations, activations), (spec.keys, cache)):
+            assert (quantizer.name if quantizer else "") == written, name
+    path = tmp_path / "sampler.yaml"
+    path.write_text(text.split("```yaml")[1].split("```")[0])
+    spec = SamplerSpec.load(str(path))
+    assert (spec.noise, spec.staleness, spec.values) == (0.02, 8, SPECS["fp8-fp4kv"].values)
 
 
 @pytest.mark.parametrize(
