@@ -29,8 +29,8 @@ class CenteredLossOutput:
             only. ``logprob`` log p_y, ``log_ratio`` log p_y/q_y and its absolute value ``log_ratio_abs``,
             ``ratio_kl`` the k3 estimate of KL(q || p), ``importance_weight`` w_y, ``entropy`` of p; with a recorded
             distribution ``sampled_in_recorded``, ``sampler_kl`` KL(q || p), ``drift_l1`` |q - p|_1,
-            ``coefficient_l1`` sum |c_v|; for the head also the masses of head and tail under both, and
-            ``tail_ratio_above_4``.
+            ``coefficient_l1`` sum |c_v|; for the head also the masses of head and tail under both,
+            ``drift_l1_tail`` the part of ``drift_l1`` outside it, and ``tail_ratio_above_4``.
     """
 
     loss: Tensor
