@@ -39,22 +39,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     script = Path(arguments[0])
     if not script.is_file():
         _refuse(f"{script} is not a file; give the path of a pretrain_gpt.py in a Megatron-LM checkout")
-    cpu.install()  # before Megatron is imported
-    from .config_files import expand_argv
-
-    sys.argv = [arguments[0], *expand_argv(arguments[1:])]  # --sc-config FILE
+    sys.argv = arguments
     sys.path[0] = str(script.resolve().parent)
+    cpu.install()  # before Megatron is imported
     wrap_megatron()
     runpy.run_path(arguments[0], run_name="__main__")
 
 
 def wrap_megatron() -> None:
-    """Give Megatron's parser the plugin's flags, and its ``pretrain`` the plugin."""
+    """Give Megatron's parser the plugin's flags, and its ``pretrain`` the plugin; read ``--sc-config`` files."""
     import megatron.training
     from megatron.training import arguments
 
     from .arguments import add_arguments
+    from .config_files import expand_argv
 
+    sys.argv[1:] = expand_argv(sys.argv[1:])
     stock_arguments, stock_pretrain = arguments.add_megatron_arguments, megatron.training.pretrain
 
     @functools.wraps(stock_arguments)
