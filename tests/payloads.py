@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -348,3 +349,18 @@ def tinker_response(source: Truth, k: int) -> SampleResponse:
         TopkLogprobs(ids, values),
     )
     return SampleResponse([sequence])
+
+
+def mutate(value: Any, rng: random.Random) -> Any:
+    """Change one thing somewhere in the JSON, mostly near its leaves."""
+    if not isinstance(value, dict | list) or not value:
+        return rng.choice([None, "x", float("nan"), -3, 0.5, 1 << 40, [], {}])
+    key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+    kind = rng.random()
+    if kind < 0.05:
+        del value[key]
+    elif kind < 0.1:
+        value[key] = rng.choice([None, "x", -3, [], {}])
+    else:
+        value[key] = mutate(value[key], rng)
+    return value

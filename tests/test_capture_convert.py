@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 import re
 
 import numpy as np
@@ -10,11 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_sc.cli import main
-from megatron_sc.rollouts import RolloutReader
-from megatron_sc.rollouts.capture.records import Rows, records
+from megatron_sc.rollouts import RolloutError, RolloutReader
+from megatron_sc.rollouts.capture import Sampling, to_table
+from megatron_sc.rollouts.capture.records import Record, Rows, records
+from megatron_sc.rollouts.capture.sources import ColumnSource
 from tests.payloads import (
     PROMPT,
     Truth,
+    mutate,
     npy_base64,
     sglang_output,
     truth,
@@ -297,6 +301,23 @@ def test_bad_rows_are_named_and_nothing_is_left(tmp_path, capsys, kind):
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+@pytest.mark.parametrize("make", [slime_row, own_row])
+def test_mutated_rows_are_refused_by_name_or_read(make):
+    text = json.dumps(make(0, SOURCES[2]))
+    rng = random.Random(0)
+    messages = []
+    for _ in range(300):
+        record = Record("rows.jsonl, line 1", mutate(json.loads(text), rng), 0)
+        source = ColumnSource(Sampling(), k=K, group_size=1)
+        try:
+            source.group(record)
+            to_table([sample.response for sample in source.samples(record)], [0.0], [0])
+        except RolloutError as error:  # any other exception fails
+            messages.append(str(error))
+    assert len(messages) > 50
+    assert all("rows.jsonl, line 1" in message for message in messages)
+
+
 def test_groups_with_a_bad_rollout_can_be_dropped(tmp_path, capsys):
     rows = [slime_row(i, SOURCES[2]) for i in range(8)]
     rows[1]["rollout_log_probs"].pop()  # found when it is read
@@ -324,7 +345,7 @@ def test_groups_with_a_bad_rollout_can_be_dropped(tmp_path, capsys):
         ("{}", ["--column", "colour=x"], "--column colour=x: must be FIELD=NAME"),
         ("{}", ["--format", "vllm"], "--temperature is needed"),
         ('{"a": 1}', ["--format", "vllm", "--temperature", "1"], r"line 1: .*no choices in \['a'\]"),
-        ('{"a": 1}', ["--format", "sglang", "--temperature", "1"], "line 1: sglang request 0: no meta_info"),
+        ('{"a": 1}', ["--format", "sglang", "--temperature", "1"], "line 1: sglang request 0: not a reply of SGLang"),
         (
             '{"response": {"choices": []}, "request": {"top_p": 0.9}}',
             ["--format", "vllm", "--temperature", "1"],

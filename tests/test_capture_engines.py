@@ -2,6 +2,7 @@
 
 import base64
 import json
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.payloads import (
     Truth,
     VllmParams,
     WeightVersionSpan,
+    mutate,
     npy_base64,
     sglang_output,
     sglang_support,
@@ -387,7 +389,7 @@ def test_sglang_support():
         (lambda o, m: m["output_top_logprobs"].pop(), "top log-probabilities has 39 entries and response_ids 40"),
         (lambda o, m: m["output_top_logprobs"].insert(0, m["output_top_logprobs"].pop()), "same position|of one"),
         (lambda o, m: m["output_token_logprobs"].__setitem__(2, (None, o["output_ids"][2], "")), "position 2: .* nan"),
-        (lambda o, m: m["output_token_logprobs"].__setitem__(2, None), "position 2: output_token_logprobs has"),
+        (lambda o, m: m["output_token_logprobs"].__setitem__(2, None), "position 2: output_token_logprobs is null"),
         (lambda o, m: m.update(weight_version="default"), "weight_version is 'default', not a step of the trainer"),
     ],
 )  # fmt: skip
@@ -491,3 +493,45 @@ def test_tinker_that_cannot_be_used():
     sequence = SampledSequence("stop", "s", tokens=[1, 2], logprobs=[-1.0, -1.0], topk_logprobs=[[(1, -1.0)], None])
     with pytest.raises(CaptureError, match="tinker request s, position 1: topk_logprobs is None"):
         tinker.responses(SampleResponse([sequence]), PROMPT, TinkerParams(), weight_version=7)
+
+
+# All of them
+
+
+REPLIES = {
+    "generate": (
+        vllm_generate_json(SOURCE, K),
+        lambda b: vllm.responses_from_json(
+            b, {"sampling_params": REQUEST | {"logprobs": K}}, logprobs_mode=PROCESSED, weight_version=7
+        ),
+    ),
+    "completion": (
+        vllm_completion_json(SOURCE, K),
+        lambda b: vllm.responses_from_json(b, REQUEST | {"logprobs": K}, logprobs_mode=PROCESSED, weight_version=7),
+    ),
+    "chat": (
+        vllm_chat_json(SOURCE, K),
+        lambda b: vllm.responses_from_json(b, REQUEST | {"top_logprobs": K}, logprobs_mode=PROCESSED, weight_version=7),
+    ),
+    "sglang": (sglang_output(SOURCE, K), lambda b: sglang.responses(b, GENERATE)),
+    "sglang b64": (sglang_output(SOURCE, K, "b64"), lambda b: sglang.responses(b, GENERATE)),
+    "sglang support": (
+        sglang_output(SUPPORT, 8, **sglang_support(SUPPORT)),
+        lambda b: sglang.responses(b, {"sampling_params": {"top_k": 6}}),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REPLIES)
+def test_mutated_replies_are_refused_by_name_or_captured(kind):
+    body, read = REPLIES[kind]
+    text = json.dumps(body)
+    rng = random.Random(0)
+    messages = []
+    for _ in range(200):
+        try:
+            read(mutate(json.loads(text), rng))
+        except CaptureError as error:  # any other exception fails
+            messages.append(str(error))
+    assert len(messages) > 50
+    assert all(message.startswith(("vllm request", "sglang request")) for message in messages)

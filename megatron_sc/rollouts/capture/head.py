@@ -50,7 +50,7 @@ def make_head(
             that only k tells from k + 1, a trained position without a head, a mass above 1, a support that is not
             whole, and a sampled token whose log-probability contradicts the head.
     """
-    _check_entries(listed, request)
+    check_entries(listed, request)
     head = (
         _without_repeats(listed, tokens, sampled, sampling, request)
         if k is None
@@ -89,7 +89,8 @@ def select(head: Head, keep: npt.NDArray[np.bool_]) -> Head:
     return Head(sizes, head.ids[keep], head.logprobs[keep])
 
 
-def _check_entries(listed: Head, request: Request) -> None:
+def check_entries(listed: Head, request: Request) -> None:
+    """Refuse ids and log-probabilities of different number, and log-probabilities that are none."""
     total = int(listed.sizes.sum())
     if not total == len(listed.ids) == len(listed.logprobs):
         raise request.error(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..rollout import RolloutError
@@ -16,8 +18,8 @@ class Request:
     """Names a response in errors.
 
     Attributes:
-        engine: "vllm", "sglang", ...; empty for arrays.
-        name: the engine's request id, and which of its choices.
+        engine: "vllm", "sglang", ...; empty for arrays and files.
+        name: the engine's request id, and which of its choices; or a place in a file.
     """
 
     engine: str
@@ -31,7 +33,19 @@ class Request:
             fix: what to change, as an order or a rule.
             position: token of the response.
         """
-        place = " ".join(part for part in (self.engine, "request", self.name) if part)
+        place = f"{self.engine} request {self.name}" if self.engine else self.name
         if position is not None:
             place += f", position {position}"
         return CaptureError(f"{place}: {found}; {fix}")
+
+    @contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Errors of a payload that has not the shape of ``what`` become errors about this response."""
+        try:
+            yield
+        except RolloutError:
+            raise
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise self.error(
+                f"not {what} ({type(error).__name__}: {error})", "pass it as the engine made it"
+            ) from error

@@ -44,6 +44,12 @@ SUPPORT = (
 )
 PROCESSED = "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
 TOP = "set return_logprob and top_logprobs_num"
+FLAGS = {
+    "meta_info": "return_meta_info",
+    "response_token_ids": "return_token_ids",
+    "prompt_token_ids": "return_token_ids",
+}
+"""What a choice of a chat reply must have, and how to ask for it."""
 
 
 def responses(
@@ -71,31 +77,21 @@ def responses(
     listed = [outputs] if isinstance(outputs, Mapping) else outputs
     result = []
     for index, output in enumerate(listed):
-        meta = output.get("meta_info")
-        if meta is None:
-            raise Request(ENGINE, str(index)).error("no meta_info", "pass the reply of /generate as it came")
-        place = Request(ENGINE, str(meta.get("id", index)))
-        wanted = request.get("sampling_params") or {}
-        if not isinstance(wanted, Mapping):
-            raise place.error("sampling_params is a list", "send one set of sampling parameters a request")
-        sampling = _sampling(wanted, defaults, original_logprobs, place)
-        prompt = output.get("prompt_token_ids")
-        if prompt is None:
-            prompt = request.get("input_ids")
-            if not prompt or not isinstance(prompt[0], int):
-                raise place.error("no prompt_token_ids", "set return_prompt_token_ids, or send one prompt's input_ids")
-        result.append(
-            _response(
-                prompt,
-                output.get("output_ids"),
-                meta,
-                sampling,
-                place,
-                weight_version=weight_version,
-                expert_routes=expert_routes,
-                routes_start=request.get("routed_experts_start_len") or 0,
+        place = Request(ENGINE, str(index))
+        with place.reading("a reply of SGLang"):
+            place = Request(ENGINE, str(output["meta_info"].get("id", index)))
+        with place.reading("a reply of SGLang"):
+            result.append(
+                _response(
+                    output,
+                    request,
+                    place,
+                    weight_version=weight_version,
+                    expert_routes=expert_routes,
+                    original_logprobs=original_logprobs,
+                    defaults=defaults,
+                )
             )
-        )
     return result
 
 
@@ -125,25 +121,22 @@ def responses_from_chat(
         CaptureError: as ``responses``.
     """
     outputs = []
-    for choice in body["choices"]:
-        place = Request(ENGINE, f"{body.get('id')}/{choice.get('index')}")
-        for key, flag in (
-            ("meta_info", "return_meta_info"),
-            ("response_token_ids", "return_token_ids"),
-            ("prompt_token_ids", "return_token_ids"),
-        ):
-            if choice.get(key) is None:
-                raise place.error(f"no {key}", f"set {flag} in the request")
-        outputs.append(
-            {
-                "output_ids": choice["response_token_ids"],
-                "prompt_token_ids": choice["prompt_token_ids"],
-                "meta_info": {**choice["meta_info"], "id": f"{body.get('id')}/{choice.get('index')}"},
-            }
-        )
+    with Request(ENGINE, "?").reading("a chat reply of SGLang"):
+        for choice in body["choices"]:
+            place = Request(ENGINE, f"{body.get('id')}/{choice.get('index')}")
+            for key, flag in FLAGS.items():
+                if choice.get(key) is None:
+                    raise place.error(f"no {key}", f"set {flag} in the request")
+            outputs.append(
+                {
+                    "output_ids": choice["response_token_ids"],
+                    "prompt_token_ids": choice["prompt_token_ids"],
+                    "meta_info": {**choice["meta_info"], "id": place.name},
+                }
+            )
     return responses(
         outputs,
-        {**request, "sampling_params": request},
+        {**request, "sampling_params": request, "top_logprobs_num": request.get("top_logprobs")},
         weight_version=weight_version,
         expert_routes=expert_routes,
         original_logprobs=original_logprobs,
@@ -199,16 +192,30 @@ def _sampling(
 
 
 def _response(
-    prompt: Sequence[int],
-    output_ids: Sequence[int] | None,
-    meta: Mapping[str, Any],
-    sampling: Sampling,
+    output: Mapping[str, Any],
+    sent: Mapping[str, Any],
     request: Request,
     *,
     weight_version: WeightVersion,
     expert_routes: ExpertRoutes | None,
-    routes_start: int,
+    original_logprobs: bool,
+    defaults: Mapping[str, float] | None,
 ) -> Response:
+    meta, output_ids = output["meta_info"], output.get("output_ids")
+    wanted = sent.get("sampling_params") or {}
+    if not isinstance(wanted, Mapping):
+        raise request.error("sampling_params is a list", "send one set of sampling parameters a request")
+    sampling = _sampling(wanted, defaults, original_logprobs, request)
+    prompt = output.get("prompt_token_ids")
+    if prompt is None:
+        prompt = sent.get("input_ids")
+        if not prompt or not isinstance(prompt[0], int):
+            raise request.error("no prompt_token_ids", "set return_prompt_token_ids, or send one prompt's input_ids")
+    if (counted := meta.get("prompt_tokens")) is not None and counted != len(prompt):
+        raise request.error(
+            f"prompt_tokens is {counted}, the prompt has {len(prompt)} tokens",
+            "pass the token ids that were generated from",
+        )
     reason = meta.get("finish_reason")
     if not reason:
         raise request.error("finish_reason is null", "capture the finished output")
@@ -235,11 +242,11 @@ def _response(
     if sampling.truncates:
         head, logprobs = _support(meta, tokens, request)
     else:
-        head = _top(meta, len(tokens), request)
+        head = _top(meta, sent.get("top_logprobs_num"), request)
     if head is not None and len(head.sizes) != len(tokens):
         raise arrays.lengths_differ("top log-probabilities", len(head.sizes), len(tokens), request)
     routes = meta.get("routed_experts")
-    total = len(prompt) + len(tokens)
+    total, start = len(prompt) + len(tokens), sent.get("routed_experts_start_len") or 0
     return arrays.response(
         prompt,
         tokens,
@@ -252,7 +259,7 @@ def _response(
         finish_reason=reason["type"] if isinstance(reason, Mapping) else str(reason),
         expert_routes=None
         if routes is None
-        else pad_routes(decode_int32(routes, expert_routes, request), total, routes_start, request),
+        else pad_routes(decode_int32(routes, expert_routes, request), total, start, request),
         request=request,
     )
 
@@ -265,22 +272,29 @@ def _spans(meta: Mapping[str, Any], length: int) -> list[Any] | None:
     return None
 
 
-def _top(meta: Mapping[str, Any], length: int, request: Request) -> Head | None:
+def _top(meta: Mapping[str, Any], k: Any, request: Request) -> Head | None:
     """Top log-probabilities: nested, flat, or flat in base64. None: not asked for."""
-    if (shape := meta.get("output_top_logprobs_shape")) is not None:
-        return _flat(meta, shape, request)
-    rows = meta.get("output_top_logprobs")
-    if rows is None:
+    if any(key.startswith("output_top_logprobs_") for key in meta):
+        head = _flat(meta, meta["output_top_logprobs_shape"], request)
+    elif (rows := meta.get("output_top_logprobs")) is not None:
+        if None in rows:
+            raise request.error("output_top_logprobs is null", TOP, rows.index(None))
+        entries = list(chain.from_iterable(rows))
+        head = Head(
+            np.fromiter(map(len, rows), np.int32, len(rows)),
+            _column(entries, 1, np.int32, "output_top_logprobs", request),
+            _column(entries, 0, np.float32, "output_top_logprobs", request),
+        )
+    elif k:
+        raise request.error("no output_top_logprobs", TOP)
+    else:
         return None
-    if None in rows:
-        raise request.error("output_top_logprobs is null", TOP, rows.index(None))
-    sizes = np.fromiter(map(len, rows), np.int32, len(rows))
-    entries = list(chain.from_iterable(rows))
-    return Head(
-        sizes,
-        _column(entries, 1, np.int32, "output_top_logprobs", request),
-        _column(entries, 0, np.float32, "output_top_logprobs", request),
-    )
+    if k and (other := head.sizes != k).any():
+        position = int(other.argmax())
+        raise request.error(
+            f"{head.sizes[position]} tokens listed, asked for {k}", "pass the request that made this response", position
+        )
+    return head
 
 
 def _flat(meta: Mapping[str, Any], shape: Sequence[int], request: Request) -> Head:
@@ -342,8 +356,6 @@ def _support(
 
 def _column(entries: Sequence[Any], column: int, dtype: Any, field: str, request: Request) -> npt.NDArray[Any]:
     """One element of each (log-probability, id, text)."""
-    try:
-        return np.fromiter(map(itemgetter(column), entries), dtype, len(entries))
-    except (TypeError, ValueError) as error:
-        position = next((i for i, entry in enumerate(entries) if entry is None or entry[column] is None), None)
-        raise request.error(f"{field} has an entry that is no number ({error})", TOP, position) from None
+    if None in entries:
+        raise request.error(f"{field} is null", TOP, entries.index(None))
+    return np.fromiter(map(itemgetter(column), entries), dtype, len(entries))

@@ -13,6 +13,7 @@ from ..schema import ExpertRoutes
 from . import sglang, vllm
 from .columns import ALIASES, Columns, row_response
 from .records import Record
+from .request import Request
 from .response import Response
 from .sampling import NEUTRAL, Sampling
 
@@ -80,15 +81,15 @@ class ColumnSource:
     def samples(self, record: Record) -> list[Sample]:
         """The one rollout."""
         columns = self._find(record)
+        with Request("", record.place).reading("a row with these columns"):
+            response = row_response(record, columns, self.sampling, k=self.k, weight_version=self.weight_version)
         metadata = columns.get(record, "metadata")
         if metadata is not None and not isinstance(metadata, Mapping):
             raise RolloutError(f"{record.place}: {columns.names['metadata']} is {metadata!r}; must be a JSON object")
         advantage = columns.get(record, "advantage")
         return [
             Sample(
-                row_response(
-                    record, columns, self.sampling, k=self.k, weight_version=self.weight_version
-                ),
+                response,
                 _number(columns.get(record, "reward"), "reward", record),
                 None if advantage is None else _number(advantage, "advantage", record),
                 dict(metadata or {}),
@@ -103,7 +104,10 @@ class ColumnSource:
 
     def _find(self, record: Record) -> Columns:
         if self.columns is None:
-            self.columns = Columns.find(record.values, self.chosen)
+            try:
+                self.columns = Columns.find(record.values, self.chosen)
+            except RolloutError as error:
+                raise RolloutError(f"{record.place}: {error}") from None
             if self.group_size is None and "group_id" not in self.columns.names:
                 raise RolloutError(
                     f"{record.place}: no column for group_id; choose one with --column group_id=NAME, or pass "
@@ -177,26 +181,16 @@ class EngineSource:
         version = record.values.get("weight_version", self.weight_version)
         if version is not None and type(version) not in (int, dict):
             raise RolloutError(f"{record.place}: weight_version is {version!r}; must be a step, or steps by label")
-        try:
-            if self.engine == "vllm":
-                return vllm.responses_from_json(
-                    reply, request, logprobs_mode=self.logprobs_mode, weight_version=version
-                )
-            read = sglang.responses_from_chat if isinstance(reply, Mapping) and "choices" in reply else sglang.responses
-            return read(
-                reply,
-                request,
-                weight_version=version,
-                expert_routes=self.expert_routes,
-                original_logprobs=self.sampling.logprobs == "raw",
-            )
-        except RolloutError:
-            raise
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
-            raise RolloutError(
-                f"{record.place}: not a reply of {self.engine} ({type(error).__name__}: {error}); must be a reply's "
-                "JSON, or have it under response"
-            ) from error
+        if self.engine == "vllm":
+            return vllm.responses_from_json(reply, request, logprobs_mode=self.logprobs_mode, weight_version=version)
+        read = sglang.responses_from_chat if isinstance(reply, Mapping) and "choices" in reply else sglang.responses
+        return read(
+            reply,
+            request,
+            weight_version=version,
+            expert_routes=self.expert_routes,
+            original_logprobs=self.sampling.logprobs == "raw",
+        )
 
     def _request(self, record: Record) -> dict[str, Any]:
         given = {name: getattr(self.sampling, name) for name in NEUTRAL}

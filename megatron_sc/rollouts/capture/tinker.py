@@ -56,7 +56,8 @@ def responses(
     )
     sampling.check(request)
     ids = prompt.to_ints() if hasattr(prompt, "to_ints") else prompt
-    return [_response(ids, sequence, sampling, weight_version) for sequence in response.sequences]
+    with request.reading("a SampleResponse"):
+        return [_response(ids, sequence, sampling, weight_version) for sequence in response.sequences]
 
 
 def _response(prompt: Sequence[int], sequence: Any, sampling: Sampling, weight_version: int) -> Response:

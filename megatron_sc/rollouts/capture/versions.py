@@ -72,6 +72,8 @@ def _step(label: str, steps: Mapping[str, int] | None, request: Request) -> int:
             raise request.error(f"weight_version is {label!r}, which weight_version= does not map", ADVICE)
         return steps[label]
     try:
+        if isinstance(label, float):
+            raise TypeError
         return int(label)
     except (TypeError, ValueError):
         raise request.error(f"weight_version is {label!r}, not a step of the trainer", ADVICE) from None

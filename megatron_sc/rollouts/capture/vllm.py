@@ -27,8 +27,9 @@ import numpy.typing as npt
 from ..ragged import offsets_of
 from ..rollout import Int32
 from ..schema import SamplerFingerprint
+from ..validate import SAMPLED_SLACK
 from . import arrays
-from .head import select
+from .head import check_entries, select
 from .request import Request
 from .response import Head, Int16, Response
 from .routes import decode_npy, pad_routes
@@ -71,22 +72,23 @@ def responses(output: Any, params: Any, *, logprobs_mode: str, weight_version: W
             note = " (prompt_logprobs are another pass's, not the sampler's)" if output.prompt_logprobs else ""
             raise request.error(f"logprobs is None{note}", "set SamplingParams.logprobs")
         mask = getattr(choice, "sampling_mask", None)
-        result.append(
-            _response(
-                output.prompt_token_ids,
-                choice.token_ids,
-                _listed(choice.logprobs, request),
-                params.logprobs,
-                sampling,
-                request,
-                finish_reason=choice.finish_reason,
-                spans=getattr(choice, "weight_versions", None),
-                weight_version=weight_version,
-                routes=getattr(choice, "routed_experts", None),
-                routes_start=getattr(params, "routed_experts_prompt_start", 0),
-                support=None if mask is None else mask.token_ids,
+        with request.reading("a RequestOutput"):
+            result.append(
+                _response(
+                    output.prompt_token_ids,
+                    choice.token_ids,
+                    _listed(choice.logprobs, request),
+                    params.logprobs,
+                    sampling,
+                    request,
+                    finish_reason=choice.finish_reason,
+                    spans=getattr(choice, "weight_versions", None),
+                    weight_version=weight_version,
+                    routes=getattr(choice, "routed_experts", None),
+                    routes_start=getattr(params, "routed_experts_prompt_start", 0),
+                    support=None if mask is None else mask.token_ids,
+                )
             )
-        )
     return result
 
 
@@ -113,57 +115,48 @@ def responses_from_json(
     Raises:
         CaptureError: as ``responses``; and for tokens that are text instead of ids.
     """
-    place = Request(ENGINE, str(body.get("id") or body.get("request_id")))
-    if "choices" not in body:
-        raise place.error(f"no choices in {sorted(body)[:8]}", "pass the body of a reply that is not streamed")
-    kind = body.get("object", "generate")
-    if kind not in ("generate", "text_completion", "chat.completion"):
-        raise place.error(f"object is {kind!r}", "must be a generate, completions or chat completions reply")
-    wanted = request.get("sampling_params", {}) if kind == "generate" else request
-    k = wanted.get("top_logprobs" if kind == "chat.completion" else "logprobs")
-    given = parameters(wanted, defaults, place)
-    sampling = _sampling(given, wanted.get, logprobs_mode, place)
-    if not isinstance(k, int) or isinstance(k, bool):
-        raise place.error(
-            "the request asks for no top log-probabilities", "set logprobs (chat: logprobs and top_logprobs)"
-        )
-    result = []
-    for choice in body["choices"]:
-        place = Request(ENGINE, f"{body.get('id') or body.get('request_id')}/{choice.get('index')}")
-        prompt = _first(body.get("prompt_token_ids"), choice.get("prompt_token_ids"), request.get("token_ids"))
-        if (
-            prompt is None
-            and isinstance(request.get("prompt"), list)
-            and all(type(i) is int for i in request["prompt"])
-        ):
-            prompt = request["prompt"]
-        if prompt is None:
-            raise place.error("no prompt_token_ids", "set return_token_ids in the request, or send token ids")
-        if choice.get("logprobs") is None:
-            raise place.error("logprobs is null", "ask for log-probabilities in the request that generates")
-        read = {"generate": _listed_generate, "text_completion": _listed_completion, "chat.completion": _listed_chat}[
-            kind
-        ]
-        listed, named = read(choice["logprobs"], place)
-        tokens = _first(choice.get("token_ids"), named)
-        encoded = choice.get("routed_experts")
-        result.append(
-            _response(
-                prompt,
-                tokens,
-                listed,
-                k,
-                sampling,
-                place,
-                cut=kind == "chat.completion",
-                finish_reason=choice.get("finish_reason"),
-                spans=choice.get("weight_versions"),
-                weight_version=weight_version,
-                routes=None if encoded is None else decode_npy(encoded, place),
-                routes_start=wanted.get("routed_experts_prompt_start") or 0,
-                support=choice.get("sampling_mask"),
+    with Request(ENGINE, "?").reading("a reply of vLLM"):
+        name = str(body.get("id") or body.get("request_id"))
+        place = Request(ENGINE, name)
+        if not isinstance(body.get("choices"), list) or not body["choices"]:
+            raise place.error(f"no choices in {sorted(body)[:8]}", "pass the body of a reply that is not streamed")
+        kind = body.get("object", "generate")
+        if kind not in READ:
+            raise place.error(f"object is {kind!r}", "must be a generate, completions or chat completions reply")
+        wanted = request.get("sampling_params", {}) if kind == "generate" else request
+        k = wanted.get("top_logprobs" if kind == "chat.completion" else "logprobs")
+        if type(k) is not int:
+            raise place.error(
+                "the request asks for no top log-probabilities", "set logprobs (chat: logprobs and top_logprobs)"
             )
-        )
+        sampling = _sampling(parameters(wanted, defaults, place), wanted.get, logprobs_mode, place)
+    result = []
+    for number, choice in enumerate(body["choices"]):
+        place = Request(ENGINE, f"{name}/{number}")
+        with place.reading("a reply of vLLM"):
+            if choice.get("logprobs") is None:
+                raise place.error("logprobs is null", "ask for log-probabilities in the request that generates")
+            listed, named, reported = READ[kind](choice["logprobs"], place)
+            tokens = choice.get("token_ids")
+            encoded = choice.get("routed_experts")
+            result.append(
+                _response(
+                    _prompt(body, choice, request, place),
+                    named if tokens is None else tokens,
+                    listed,
+                    k,
+                    sampling,
+                    place,
+                    cut=kind == "chat.completion",
+                    reported=reported,
+                    finish_reason=choice.get("finish_reason"),
+                    spans=choice.get("weight_versions"),
+                    weight_version=weight_version,
+                    routes=None if encoded is None else decode_npy(encoded, place),
+                    routes_start=wanted.get("routed_experts_prompt_start") or 0,
+                    support=choice.get("sampling_mask"),
+                )
+            )
     return result
 
 
@@ -222,6 +215,19 @@ def _sampling(given: Mapping[str, Any], get: Any, logprobs_mode: str, request: R
     return sampling
 
 
+def _prompt(
+    body: Mapping[str, Any], choice: Mapping[str, Any], request: Mapping[str, Any], place: Request
+) -> Sequence[int]:
+    """From the reply, or from the request where that has token ids."""
+    for prompt in (body.get("prompt_token_ids"), choice.get("prompt_token_ids"), request.get("token_ids")):
+        if prompt is not None:
+            return prompt
+    prompt = request.get("prompt")
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return prompt
+    raise place.error("no prompt_token_ids", "set return_token_ids in the request, or send token ids")
+
+
 def _response(
     prompt: Sequence[int],
     token_ids: Sequence[int],
@@ -231,6 +237,7 @@ def _response(
     request: Request,
     *,
     cut: bool = False,
+    reported: Sequence[Any] | None = None,
     finish_reason: str | None,
     spans: Sequence[Any] | None,
     weight_version: WeightVersion,
@@ -238,7 +245,10 @@ def _response(
     routes_start: int,
     support: Sequence[Sequence[int]] | None,
 ) -> Response:
-    """Rows of ``listed`` have the sampled token first; ``cut``: they end after k, whether it is one of the k or not."""
+    """Rows of ``listed`` have the sampled token first; ``cut``: they end after k, whether it is one of the k or not.
+
+    ``reported`` are the sampled tokens' log-probabilities where they stand beside the rows.
+    """
     if finish_reason == "error":
         raise request.error("finish_reason is error", "the engine failed: send the request again")
     tokens = np.asarray(token_ids, np.int32)
@@ -267,7 +277,18 @@ def _response(
         )
     if support is not None and sampling.truncates:
         _check_support(support, listed, k, request)
+    check_entries(listed, request)
     sampled, width = listed.logprobs[first], k
+    if reported is not None:
+        other = ~(np.abs(np.array(reported, np.float32) - sampled) <= SAMPLED_SLACK)
+        if other.any():
+            position = int(other.argmax())
+            raise request.error(
+                f"the sampled token has log-probability {reported[position]}, and {sampled[position]:.4f} among the "
+                "candidates",
+                "rows are shifted, or of another choice",
+                position,
+            )
     if cut and k and not sampling.truncates:
         listed, width = _most_likely(listed), k - 1
     return arrays.response(
@@ -313,7 +334,7 @@ def _listed(logprobs: Any, request: Request) -> Head:
         if (starts != offsets_of(sizes)[:-1]).any():
             raise request.error("FlatLogprobs has gaps between its positions", "pass the engine's own object")
         ids, values = logprobs.token_ids, logprobs.logprobs
-        return Head(sizes.astype(np.int32), np.array(ids, np.int32), _floats(values, len(values), sizes, request))
+        return Head(sizes.astype(np.int32), np.array(ids, np.int32), np.array(values, np.float32))
     if None in logprobs:
         raise request.error(
             "logprobs is None", "prompt_logprobs begin so: pass the output's own logprobs", logprobs.index(None)
@@ -322,41 +343,54 @@ def _listed(logprobs: Any, request: Request) -> Head:
     total = int(sizes.sum())
     ids = np.fromiter(chain.from_iterable(logprobs), np.int32, total)
     objects = chain.from_iterable(row.values() for row in logprobs)
-    return Head(sizes, ids, _floats(map(attrgetter("logprob"), objects), total, sizes, request))
+    return Head(sizes, ids, np.fromiter(map(attrgetter("logprob"), objects), np.float32, total))
 
 
-def _listed_generate(logprobs: Mapping[str, Any], request: Request) -> tuple[Head, list[int]]:
+Listed = tuple[Head, list[int], list[Any]]
+"""Candidates; the sampled tokens, and their log-probabilities, as they stand beside the candidates."""
+
+
+def _listed_generate(logprobs: Mapping[str, Any], request: Request) -> Listed:
     """``GenerateLogProbs``."""
     content = logprobs.get("content") or []
     rows = [position.get("top_logprobs") or [] for position in content]
     sizes = np.fromiter(map(len, rows), np.int32, len(rows))
     total = int(sizes.sum())
     ids = np.fromiter(map(itemgetter("token_id"), chain.from_iterable(rows)), np.int32, total)
-    values = map(itemgetter("logprob"), chain.from_iterable(rows))
-    return Head(sizes, ids, _floats(values, total, sizes, request)), [position["token_id"] for position in content]
+    values = np.fromiter(map(itemgetter("logprob"), chain.from_iterable(rows)), np.float32, total)
+    tokens, reported = _columns(content, "token_id", "logprob")
+    return Head(sizes, ids, values), tokens, reported
 
 
-def _listed_completion(logprobs: Mapping[str, Any], request: Request) -> tuple[Head, list[int]]:
+def _listed_completion(logprobs: Mapping[str, Any], request: Request) -> Listed:
     """``CompletionLogProbs``."""
     rows = logprobs.get("top_logprobs") or []
     if None in rows:
         raise request.error("top_logprobs is null", "an echoed prompt begins so: leave echo out", rows.index(None))
-    named = _ids_of(logprobs.get("tokens") or [], request).tolist()
+    named = _ids_of(logprobs["tokens"], request).tolist()
     sizes = np.fromiter(map(len, rows), np.int32, len(rows))
     ids = _ids_of(list(chain.from_iterable(rows)), request)
-    values = chain.from_iterable(row.values() for row in rows)
-    return Head(sizes, ids, _floats(values, len(ids), sizes, request)), named
+    values = np.fromiter(chain.from_iterable(row.values() for row in rows), np.float32, len(ids))
+    return Head(sizes, ids, values), named, logprobs["token_logprobs"]
 
 
-def _listed_chat(logprobs: Mapping[str, Any], request: Request) -> tuple[Head, list[int]]:
+def _listed_chat(logprobs: Mapping[str, Any], request: Request) -> Listed:
     """``ChatCompletionLogProbs``."""
     content = logprobs.get("content") or []
-    named = _ids_of([position["token"] for position in content], request).tolist()
+    tokens, reported = _columns(content, "token", "logprob")
     rows = [position.get("top_logprobs") or [] for position in content]
     sizes = np.fromiter(map(len, rows), np.int32, len(rows))
     ids = _ids_of(list(map(itemgetter("token"), chain.from_iterable(rows))), request)
-    values = map(itemgetter("logprob"), chain.from_iterable(rows))
-    return Head(sizes, ids, _floats(values, len(ids), sizes, request)), named
+    values = np.fromiter(map(itemgetter("logprob"), chain.from_iterable(rows)), np.float32, len(ids))
+    return Head(sizes, ids, values), _ids_of(tokens, request).tolist(), reported
+
+
+READ = {"generate": _listed_generate, "text_completion": _listed_completion, "chat.completion": _listed_chat}
+"""How to read log-probabilities, by the ``object`` of a reply; ``/inference/v1/generate`` has none."""
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], *names: str) -> tuple[list[Any], ...]:
+    return tuple([row[name] for row in rows] for name in names)
 
 
 def _most_likely(listed: Head) -> Head:
@@ -385,16 +419,3 @@ def _ids_of(names: list[str], request: Request) -> Int32:
             f"the token {found!r} is text",
             "set return_tokens_as_token_ids in the request: texts do not identify tokens",
         ) from None
-
-
-def _floats(values: Any, count: int, sizes: npt.NDArray[Any], request: Request) -> npt.NDArray[np.float32]:
-    try:
-        return np.fromiter(values, np.float32, count)
-    except (TypeError, ValueError) as error:
-        raise request.error(
-            f"a log-probability is no number ({error})", "pass the engine's output as it came"
-        ) from None
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
