@@ -122,6 +122,7 @@ def paths(
         "prompt_token_ids": PROMPT,
         "logprobs": {
             "tokens": [f"token_id:{i}" for i in tokens.tolist()],
+            "token_logprobs": sampled.tolist(),
             "top_logprobs": [{f"token_id:{i}": v for i, v in row.items()} for row in rows],
         },
     }

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from benchmarks import capture as benchmark
 from megatron_sc.rollouts import ExpertRoutes
 from megatron_sc.rollouts.capture import CaptureError, sglang, tinker, vllm
 from megatron_sc.rollouts.capture.sampling import NEUTRAL
@@ -535,3 +536,9 @@ def test_mutated_replies_are_refused_by_name_or_captured(kind):
             messages.append(str(error))
     assert len(messages) > 50
     assert all(message.startswith(("vllm request", "sglang request")) for message in messages)
+
+
+def test_the_benchmark_measures_every_path(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["capture", "--k", "3", "--tokens", "64", "--length", "32"])
+    benchmark.main()
+    assert len([line for line in capsys.readouterr().out.splitlines() if "│" in line]) == 8
