@@ -115,6 +115,7 @@ def test_padding_equals_a_batch_collated_at_the_longer_length(parallel):
         torch.testing.assert_close(padded.fields[name], getattr(expected, name), rtol=0, atol=0, equal_nan=True)
     assert padded.fields["mask"].sum() == short.mask.sum()
     assert (~padded.padding_mask).sum(dim=1).tolist() == lengths.tolist()
+    assert torch.equal(padded.padding_mask, expected.padding.bool())
 
 
 def test_nothing_is_copied_where_nothing_is_missing():

@@ -30,7 +30,7 @@ MULTIPLES: Mapping[str, int] = MappingProxyType(
 """Tokens of a block, by Megatron's name of the recipe."""
 
 PADDING: Mapping[str, float] = MappingProxyType(
-    {"ids": -1, "logprobs": -torch.inf, "log_tail_mass": torch.nan, "temperature": 1.0}
+    {"ids": -1, "logprobs": -torch.inf, "log_tail_mass": torch.nan, "temperature": 1.0, "padding": 1, "routes": -1}
 )
 """What a padding position holds, by field; 0 in all others, ``mask`` among them."""
 
