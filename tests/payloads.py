@@ -148,6 +148,7 @@ class VllmParams:
     logprob_token_ids: list[int] | None = None
     trace_decode_token_ids: list[int] | None = None
     routed_experts_prompt_start: int = 0
+    watermarking: bool | None = None
 
 
 def vllm_rows(source: Truth, k: int) -> list[dict[int, Logprob]]:

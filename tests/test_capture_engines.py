@@ -182,6 +182,7 @@ def test_vllm_support(rows):
         ({"logprobs": 2}, PROCESSED, "position 0: [45] tokens listed, asked for 2"),
         ({"logprob_token_ids": [1]}, PROCESSED, "logprob_token_ids is set"),
         ({"trace_decode_token_ids": [1]}, PROCESSED, "forced tokens are not sampled"),
+        ({"watermarking": True}, PROCESSED, "watermarking is set"),
     ],
 )
 def test_vllm_calls_that_cannot_be_used(params, mode, message):
@@ -320,7 +321,10 @@ def test_vllm_fingerprint():
     assert (plain.engine, plain.engine_version, plain.temperature, plain.top_k) == ("vllm", "0.33.0", 0.7, 0)
     assert (plain.weight_dtype, plain.kv_cache_dtype, plain.logprobs_mode) == ("bfloat16", "bfloat16", "processed")
     config.model_config.quantization, config.cache_config.cache_dtype = "fp8", "fp8_e4m3"
-    quantized = vllm.fingerprint(config, VllmParams(K))
+    config.watermark_config = object()
+    with pytest.raises(CaptureError, match="the engine has a watermark_config"):
+        vllm.fingerprint(config, VllmParams(K))
+    quantized = vllm.fingerprint(config, VllmParams(K, watermarking=False))
     assert (quantized.weight_dtype, quantized.quantization, quantized.kv_cache_dtype) == ("", "fp8", "fp8_e4m3")
 
 

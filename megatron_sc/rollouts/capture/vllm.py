@@ -186,7 +186,14 @@ def fingerprint(config: Any, params: Any, version: str = "") -> SamplerFingerpri
         config: ``llm.llm_engine.vllm_config``, or ``vllm_config`` of an ``AsyncLLM``.
         params: the ``SamplingParams`` of all requests of the buffer.
         version: ``vllm.__version__``.
+
+    Raises:
+        CaptureError: as ``sampling_of``; and if the engine watermarks these requests.
     """
+    if getattr(config, "watermark_config", None) is not None and getattr(params, "watermarking", None) is not False:
+        raise Request(ENGINE, "parameters").error(
+            "the engine has a watermark_config", "set SamplingParams.watermarking to False"
+        )
     model = config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     quantization = model.quantization or ""
@@ -207,6 +214,8 @@ def _sampling(given: Mapping[str, Any], get: Any, logprobs_mode: str, request: R
         raise request.error(f"logprobs_mode is {logprobs_mode!r}", f"must be one of {', '.join(MODES)}: {ADVICE}")
     if get("trace_decode_token_ids"):
         raise request.error("trace_decode_token_ids is set", "forced tokens are not sampled: leave it out")
+    if get("watermarking"):
+        raise request.error("watermarking is set", "tokens are not drawn from the log-probabilities: set it to False")
     if get("logprob_token_ids"):
         raise request.error("logprob_token_ids is set", "these are chosen tokens, not the most likely: leave it out")
     altered = tuple(name for name in CHANGES_LOGITS if get(name))
