@@ -9,7 +9,7 @@ from sampling_models import HIDDEN, VOCAB, build_model, groups, named_values
 from torch.nn import functional as F
 
 from megatron_sc.precision.simulate import simulate_sampler
-from megatron_sc.sampling import SamplerConfig, simulated
+from megatron_sc.sampling import SamplerConfig, simulated, unwrap
 from megatron_sc.sampling.score import next_token_logprobs
 
 TOKENS = np.random.default_rng(3).integers(0, VOCAB, (6, 12))
@@ -134,3 +134,68 @@ def make_config(**settings):
     return SamplerConfig(
         **({"task_size": 3, "prompts_per_step": 4, "samples_per_prompt": 3, "head_size": 5} | settings)
     )
+
+
+class TELinear(torch.nn.Module):
+    """What Megatron's wrapper of Transformer Engine's Linear keeps, from one of Megatron's own layers.
+
+    Its product is not to be had here: calling it fails.
+    """
+
+    def __init__(self, local):
+        super().__init__()
+        self.config, self.weight, self.bias = local.config, local.weight, local.bias
+        self.use_bias = local.bias is not None
+        self.te_return_bias = local.skip_bias_add and self.use_bias
+        self._tp_group = local.tp_group
+        self.tp_group = None if local.explicit_expert_comm else local.tp_group
+
+    def forward(self, x):
+        """Never called where the product is simulated."""
+        raise AssertionError("Transformer Engine was asked for a product")
+
+
+class TEColumnParallelLinear(TELinear):
+    """By name."""
+
+
+class TERowParallelLinear(TELinear):
+    """By name."""
+
+
+class TELayerNormColumnParallelLinear(torch.nn.Module):
+    """With the norm in front; not a TELinear."""
+
+    def __init__(self, local, norm):
+        super().__init__()
+        self.__dict__.update(vars(TELinear(local)))
+        self.layer_norm_weight, self.layer_norm_bias, self.eps = norm.weight, norm.bias, norm.eps
+        self.normalization, self.zero_centered_gamma = "LayerNorm", False
+
+    forward = TELinear.forward
+
+
+def scored_by_stand_ins(specs, **layout):
+    """Scores of a model whose linear layers, and the norms before them, are Transformer Engine's stand-ins."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    model = build_model(**layout)
+    core = unwrap(model)
+    for layer in core.decoder.layers:
+        attention, moe = layer.self_attention, hasattr(layer.mlp, "experts")
+        attention.linear_qkv = TELayerNormColumnParallelLinear(attention.linear_qkv, layer.input_layernorm)
+        layer.input_layernorm = IdentityOp()
+        if not moe:
+            layer.mlp.linear_fc1 = TELayerNormColumnParallelLinear(layer.mlp.linear_fc1, layer.pre_mlp_layernorm)
+            layer.pre_mlp_layernorm = IdentityOp()
+        for parent in layer.modules():
+            for name in ("linear_proj", "linear_fc1", "linear_fc2"):
+                local = getattr(parent, name, None)
+                if type(local).__name__ in ("ColumnParallelLinear", "RowParallelLinear"):
+                    is_column = isinstance(local, ColumnParallelLinear)
+                    setattr(parent, name, (TEColumnParallelLinear if is_column else TERowParallelLinear)(local))
+    before = state_hash(core)
+    scores = [scored_under(model, spec) for spec in specs]
+    assert state_hash(core) == before
+    return scores

@@ -105,6 +105,13 @@ def test_ties_neighbors_and_saturation_match_the_bits(grid):
     assert np.array_equal(quantized[0].double().numpy(), nearest(points.astype(np.float64), grid))
 
 
+@pytest.mark.parametrize("grid", CODES)
+def test_every_bfloat16_goes_to_its_nearest_value(grid):
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    values = values[values.isfinite()]
+    assert np.array_equal(GRIDS[grid].round(values).double().numpy(), nearest(values.double().numpy(), grid))
+
+
 @pytest.mark.parametrize(("grid", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
 def test_float8_agrees_with_the_cast_of_torch_on_every_bfloat16(grid, dtype):
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()

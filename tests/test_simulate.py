@@ -15,6 +15,7 @@ from simulated_models import (
     plain_logprobs,
     scored,
     scored_by_stages,
+    scored_by_stand_ins,
     scored_under,
     state_hash,
     weights_and_scores,
@@ -23,7 +24,7 @@ from test_quantize import reference
 from test_sampling_embedded import assert_same
 
 from megatron_sc.precision.quantize import Quantizer
-from megatron_sc.precision.simulate import linear_names, simulate_sampler
+from megatron_sc.precision.simulate import _normalize, linear_names, simulate_sampler
 from megatron_sc.precision.specs import SPECS, SamplerSpec
 from megatron_sc.sampling import EmbeddedSampler, simulated
 
@@ -105,6 +106,39 @@ def test_a_pipeline_has_the_numerics_of_one_rank():
     for one, staged in zip(alone, last, strict=True):
         assert torch.equal(one, staged)
     assert not torch.equal(alone[2], alone[-1])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"tp": 2}, {"tp": 2, "moe": True, "bf16": True}, {"ep": 2, "moe": True}],
+    ids=lambda layout: "-".join(layout) or "one rank",
+)
+def test_transformer_engines_layers_have_the_numerics_of_megatrons_own(layout):
+    """On stand-ins with the attributes of Megatron's wrappers; the norm in front of a layer is part of it."""
+    specs = [spec for spec in LAYOUT_SPECS if spec.weights is not None]
+    specs.append(dataclasses.replace(SPECS["int8-int4kv"], activations=None))  # weights and cache only
+    ranks = max(layout.get("tp", 1), layout.get("ep", 1))
+    own = run_ranks(scored, ranks, specs, megatron=True, **layout)[-1]
+    engines = run_ranks(scored_by_stand_ins, ranks, specs, megatron=True, **layout)[-1]
+    for spec, one, other in zip(specs, own, engines, strict=True):
+        assert (one - other).abs().max() < 1e-5, spec
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_the_fused_norms_are_their_formulas(zero_centered):
+    x = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(0)).double()
+    weight, bias = torch.linspace(0.5, 1.5, 16).double(), torch.linspace(-1, 1, 16).double()
+    module = types.SimpleNamespace(
+        layer_norm_weight=(weight - float(zero_centered)).float(), layer_norm_bias=bias.float(), eps=1e-3,
+        zero_centered_gamma=zero_centered, normalization="RMSNorm",
+    )  # fmt: skip
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+    assert torch.allclose(_normalize(module, x.float()).double(), expected, atol=1e-5)
+    module.normalization = "LayerNorm"
+    centered = x - x.mean(-1, keepdim=True)
+    expected = centered / (centered.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight + bias
+    assert torch.allclose(_normalize(module, x.float()).double(), expected, atol=1e-5)
+    assert _normalize(module, x.bfloat16()).dtype == torch.bfloat16
 
 
 def changed_components(moe):
@@ -201,7 +235,7 @@ def refusals():
     with torch.autocast("cpu", torch.bfloat16):
         attempt("autocast", model, fp8)
     layer = model.decoder.layers[1].mlp.linear_fc1
-    layer.__class__ = type("TELayerNormColumnParallelLinear", (type(layer),), {})
+    layer.__class__ = type("TEColumnParallelGroupedLinear", (type("TEGroupedLinear", (torch.nn.Module,), {}),), {})
     attempt("te", model, fp8)
     attempt("te ignored", model, dataclasses.replace(fp8, ignored=("decoder.layers.1.mlp.linear_fc1",)))
     model.config.multi_latent_attention = True
@@ -218,8 +252,8 @@ def test_what_cannot_be_simulated_is_refused_by_name():
     )
     assert "decoder.layers.0.self_attention.linear_proj is simulated already" in messages["nested"]
     assert "autocast" in messages["autocast"]
-    assert "decoder.layers.1.mlp.linear_fc1 is a TELayerNorm" in messages["te"]
-    assert "--transformer-impl local" in messages["te"]
+    assert "decoder.layers.1.mlp.linear_fc1 is a TEColumnParallelGroupedLinear" in messages["te"]
+    assert "--moe-grouped-gemm" in messages["te"]
     assert messages["te ignored"] == "accepted"
     assert "multi-latent" in messages["mla"]
 

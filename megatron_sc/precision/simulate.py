@@ -34,7 +34,8 @@ def simulate_sampler(model: nn.Module, spec: SamplerSpec) -> Iterator[Simulated]
     their maximum, one all-reduce each. Ranks of a tensor-parallel group therefore enter and call the model together.
 
     Args:
-        model: a Megatron GPTModel or one pipeline stage of it, possibly wrapped, of Megatron's own layers.
+        model: a Megatron GPTModel or one pipeline stage of it, possibly wrapped, of Megatron's own layers or of
+            Transformer Engine's. The latter's products are then computed by PyTorch.
         spec: the numerics. ``noise`` and ``staleness`` belong to the weights that the model holds when the context is
             entered, so they must be off here: see ``sampling.simulated``.
 
@@ -42,7 +43,7 @@ def simulate_sampler(model: nn.Module, spec: SamplerSpec) -> Iterator[Simulated]
         The names of what is quantized.
 
     Raises:
-        ValueError: for noise or staleness, a pattern that matches no layer, Transformer Engine's layers, multi-latent
+        ValueError: for noise or staleness, a pattern that matches no layer, grouped or fused layers, multi-latent
             attention with a quantized cache, autocast, FP8 parameters; infinities or NaN where they would be quantized.
     """
     if spec.noise or spec.staleness > 1:
@@ -116,12 +117,44 @@ class _Linear:
             sent = weight.bfloat16() if received == "bfloat16" else weight
             weight = self._quantized_weight(sent, weights, config)
         weight = weight.float() if activations is not None else weight.to(dtype)
+        if self._is_transformer_engines:
+            module.__dict__["forward"] = partial(self._product, weight, activations, dtype)
+            undo.callback(module.__dict__.pop, "forward")
+            return
         module.__dict__["weight"] = weight  # found before the parameter, which stays untouched
         undo.callback(module.__dict__.pop, "weight")
         if activations is not None:
             handle = module.register_forward_pre_hook(partial(self._quantize_input, activations))
             undo.callback(handle.remove)
             undo.callback(module.register_forward_hook(partial(self._round_output, dtype)).remove)
+
+    def _product(
+        self, weight: Tensor, activations: Quantizer | None, dtype: torch.dtype, x: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """What stands for the forward pass of a layer of Transformer Engine: (product, bias that is not yet added)."""
+        from megatron.core.tensor_parallel import mappings
+
+        module = self.module
+        group = module._tp_group
+        if hasattr(module, "layer_norm_weight"):
+            x = _normalize(module, x)
+        adds_later = self.is_expert and (self._place()[1] > 1 or module.config.expert_model_parallel_size > 1)
+        if module.config.sequence_parallel and not self._splits_columns and not adds_later:
+            x = mappings.gather_from_sequence_parallel_region(x, group=group)
+        if activations is not None:
+            x = self._quantize_input(activations, module, (x,))[0]
+        product = nn.functional.linear(x, weight)
+        if self._splits_columns and not adds_later:
+            reduce = (
+                mappings.reduce_scatter_to_sequence_parallel_region
+                if module.config.sequence_parallel
+                else mappings.reduce_from_tensor_model_parallel_region
+            )
+            product = reduce(product, group=group)
+        bias = module.bias if module.use_bias else None
+        if bias is not None and not module.te_return_bias:
+            product, bias = product + bias, None
+        return self._round_output(dtype, module, (), (product, bias))
 
     def _quantized_weight(self, weight: Tensor, quantizer: Quantizer, config: Any) -> Tensor:
         """Each projection of the fused matrix by itself, float32."""
@@ -150,7 +183,7 @@ class _Linear:
         tokens = x.reshape(-1, x.shape[-1])
         rank, ranks = self._place()
         place = None
-        if self._splits_columns and module.input_is_parallel:
+        if self._splits_columns and getattr(module, "input_is_parallel", True):
             width = tokens.shape[1]
             place = Placement(tokens.shape[0], width * ranks, 0, width * rank, self._maximum)
         return fake_quantize(tokens, quantizer, place).view(x.shape), *rest
@@ -160,24 +193,33 @@ class _Linear:
     ) -> tuple[Tensor, Any]:
         product, bias = output
         rank, ranks = self._place()
-        if self._splits_columns and module.explicit_expert_comm and ranks > 1:
+        if self._splits_columns and self.is_expert and ranks > 1 and product.dtype != dtype:
             # Megatron's dispatcher adds the ranks' parts later, in the trainer's dtype. Add them here in float32, and
             # leave it one rank's whole and the others' zeros.
-            dist.all_reduce(product, group=module.tp_group)
+            dist.all_reduce(product, group=self._group)
             product = product if rank == 0 else torch.zeros_like(product)
         return product.to(dtype), bias
 
     @property
     def _splits_columns(self) -> bool:
-        return hasattr(self.module, "input_is_parallel")  # RowParallelLinear splits the inputs
+        return not {"RowParallelLinear", "TERowParallelLinear"}.isdisjoint(_ancestors(self.module))
+
+    @property
+    def _is_transformer_engines(self) -> bool:
+        return not _ENGINE_CLASSES.isdisjoint(_ancestors(self.module))
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        """The ranks that split the matrix. Transformer Engine's ``tp_group`` is None where others communicate."""
+        return getattr(self.module, "_tp_group", None) or self.module.tp_group
 
     def _place(self) -> tuple[int, int]:
         """This rank's place in the group that splits the matrix, and its size."""
-        group = self.module.tp_group
+        group = self._group
         return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def _maximum(self, values: Tensor) -> Tensor:
-        group = self.module.tp_group
+        group = self._group
         if group is not None and dist.get_world_size(group) > 1:
             values = values.contiguous()
             dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
@@ -243,25 +285,42 @@ def _compute_head_in(output_layer: Any, dtype: torch.dtype, undo: ExitStack) -> 
     undo.callback(output_layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
+def _normalize(module: Any, x: Tensor) -> Tensor:
+    """The norm that Transformer Engine fuses in front of a linear layer, in float32, rounded to the dtype of ``x``."""
+    weight = module.layer_norm_weight.float() + (1.0 if module.zero_centered_gamma else 0.0)
+    if module.normalization == "RMSNorm":
+        return nn.functional.rms_norm(x.float(), x.shape[-1:], weight, module.eps).to(x.dtype)
+    return nn.functional.layer_norm(x.float(), x.shape[-1:], weight, module.layer_norm_bias.float(), module.eps).to(
+        x.dtype
+    )
+
+
 def _is_linear(name: str, module: nn.Module) -> bool:
     """Megatron's parallel linear layers and Transformer Engine's, but for the output layer."""
-    ancestors = {cls.__name__ for cls in type(module).__mro__}
-    return name != "output_layer" and not ancestors.isdisjoint(_LINEAR_CLASSES | _FOREIGN_CLASSES)
+    return name != "output_layer" and not (_LINEAR_CLASSES | _ENGINE_CLASSES | _OTHER_CLASSES).isdisjoint(
+        _ancestors(module)
+    )
+
+
+def _ancestors(module: nn.Module) -> set[str]:
+    """Names of its classes: Transformer Engine's cannot be imported where it is not installed."""
+    return {cls.__name__ for cls in type(module).__mro__}
 
 
 _LINEAR_CLASSES = {"ColumnParallelLinear", "RowParallelLinear"}
-_FOREIGN_CLASSES = {"TELinear", "TELayerNormColumnParallelLinear", "TEGroupedLinear", "TEFusedMLP"}
+_ENGINE_CLASSES = {"TEColumnParallelLinear", "TERowParallelLinear", "TELayerNormColumnParallelLinear"}
+_OTHER_CLASSES = {"TELinear", "TEGroupedLinear", "TEFusedMLP"}
 _LAYER = re.compile(r"(?P<layers>(?:.*\.)?layers)\.\d+(?=\.)")
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.local_experts\.(?P<index>\d+)(?=\.)")
 
 
 def _check_plain(name: str, module: Any) -> None:
-    if _FOREIGN_CLASSES & {cls.__name__ for cls in type(module).__mro__}:
+    if (_LINEAR_CLASSES | _ENGINE_CLASSES).isdisjoint(_ancestors(module)):
         raise ValueError(
-            f"{name} is a {type(module).__name__}, whose product cannot be replaced; simulate with Megatron's own "
-            "layers: --transformer-impl local"
+            f"{name} is a {type(module).__name__}, which cannot be simulated; ignore it, or build the model without "
+            "--moe-grouped-gemm and --use-transformer-engine-op-fuser"
         )
-    if "weight" in module.__dict__:
+    if not {"weight", "forward"}.isdisjoint(module.__dict__):
         raise ValueError(f"{name} is simulated already; leave the other context first")
     if type(module.weight.data) is not Tensor:
         raise ValueError(
