@@ -196,6 +196,7 @@ def report(
     if show:
         print_table(trainer, sampler, found)
         if save is not None:
+            Path(save).parent.mkdir(parents=True, exist_ok=True)
             Path(save).write_text(trainer.to_json())
     refused = [str(item) for item in found if item.severity == "refuse"]
     if refused:

@@ -251,9 +251,12 @@ class _Hooks:
         )
         self._evaluation = None
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Write the result of an evaluation to the metrics file."""
-        result = self._stock["evaluate"](*args, **kwargs)
+    def evaluate(self, forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Leave FP8 state as training left it, and write the result to the metrics file."""
+        from ..precision.scoring_guard import scoring
+
+        with scoring(*model):
+            result = self._stock["evaluate"](forward_step_func, data_iterator, model, *args, **kwargs)
         means = result[0]  # None where the time limit ended the evaluation
         if self._evaluation is not None and means and self._metrics is not None and self._metrics.is_open:
             self._metrics.write(*self._evaluation, _to_floats(means))

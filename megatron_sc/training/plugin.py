@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import get_args, get_timers, print_rank_0
 from torch import Tensor
 
+from ..precision import fingerprint
 from ..precision.alignment import Parallel, accept_padding_mask, alignment, check_alignment, stage_padding_mask
-from ..rollouts import ExpertRoutes, RolloutWriter
+from ..rollouts import ExpertRoutes, Manifest, RolloutWriter
 from ..sampling import EmbeddedSampler, ParallelGroups, SamplerConfig
 from ..sampling.record import sampler_manifest
 from ..vocab_parallel.self_check import require_centered, self_check
@@ -184,6 +186,7 @@ class ScoreCentering:
                 self._feed = self._make_feed(args)
             return FedMicroBatches(self._feed), None, None
         if self._embedded is None:
+            self._report_precision(args, sampler_manifest(self.sampler, self.true_vocab_size))
             self._embedded = EmbeddedSampler(self.sampler, self.true_vocab_size, ParallelGroups.from_megatron())
         train = SampledRollouts(self._embedded, clean=False, record=self._recorder())
         validation = SampledRollouts(self._embedded, clean=True)
@@ -301,6 +304,7 @@ class ScoreCentering:
             )
             if opened.reader is not None:
                 source = BufferSource(opened.reader, self.sampler.prompts_per_step)
+            self._report_precision(args, opened.manifest)
             self._recorded_routes = self._check_routes(args, opened.manifest.expert_routes)
         routes = self._recorded_routes
         batch = self._layout(args.micro_batch_size, 0 if routes is None else routes.layers * routes.topk)
@@ -313,6 +317,15 @@ class ScoreCentering:
             args.global_batch_size // args.data_parallel_size if is_exact else None,
         )
         return RolloutFeed(source, self.objective, layout, place, notify=print_rank_0)
+
+    def _report_precision(self, args: argparse.Namespace, manifest: Manifest) -> None:
+        """Print what numerics both sides run, and stop where they contradict each other."""
+        fingerprint.report(
+            args,
+            manifest,
+            show=torch.distributed.get_rank() == 0,
+            save=None if args.save is None else Path(args.save) / "trainer-fingerprint.json",
+        )
 
     def _check_routes(self, args: argparse.Namespace, recorded: ExpertRoutes | None) -> ExpertRoutes | None:
         """The routes to replay."""
