@@ -30,6 +30,8 @@ class SamplerFingerprint:
         activation_dtype: of the matrix multiplications' inputs.
         kv_cache_dtype: of the key-value cache.
         quantization: scheme, e.g. "w8a8-block128"; empty: none.
+        scale_type: of the quantizers' scales, "float32" or "power-of-two".
+        logits_dtype: of the output layer's product.
         logprobs_mode: "processed" (after temperature and truncation) or "raw".
         temperature: of all rollouts, or None where it differs between them (the column decides).
         top_p: 1 keeps all.
@@ -46,6 +48,8 @@ class SamplerFingerprint:
     activation_dtype: str = ""
     kv_cache_dtype: str = ""
     quantization: str = ""
+    scale_type: str = ""
+    logits_dtype: str = ""
     logprobs_mode: str = "processed"
     temperature: float | None = None
     top_p: float = 1.0

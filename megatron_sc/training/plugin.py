@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..precision import fingerprint
 from ..precision.alignment import Parallel, accept_padding_mask, alignment, check_alignment, stage_padding_mask
+from ..precision.head_dtype import check_head
 from ..rollouts import ExpertRoutes, Manifest, RolloutWriter
 from ..sampling import EmbeddedSampler, ParallelGroups, SamplerConfig
 from ..sampling.record import sampler_manifest
@@ -98,6 +99,7 @@ class ScoreCentering:
                 "--loss-correction sets --calculate-per-token-loss and --dataloader-type external; a later flag or a "
                 f"configuration file set them to {args.calculate_per_token_loss} and {args.dataloader_type}"
             )
+        check_head(args)
         if getattr(args, "perform_rl_step", False):
             raise ValueError(
                 "--perform-rl-step samples with Megatron's own engine, which does not keep the token ids of the "
