@@ -404,4 +404,4 @@ def test_query_groups_that_ranks_split_are_refused_for_blocks_of_rows():
 
     config = types.SimpleNamespace(num_attention_heads=4, num_query_groups=1, kv_channels=8, gated_linear_unit=False)
     with pytest.raises(ValueError, match=r"^a\.linear_qkv: 2 tensor-parallel ranks split its 1 query groups"):
-        _projections("a.linear_qkv", 24, 0, 2, config)
+        _projections("a.linear_qkv", 24, 2, config)

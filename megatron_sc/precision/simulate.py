@@ -160,22 +160,16 @@ class _Linear:
         """Each projection of the fused matrix by itself, float32."""
         rank, ranks = self._place()
         rows, columns = weight.shape
-        if self._splits_columns:
-            place = Placement(rows, columns * ranks, 0, columns * rank, self._maximum)
-            parts = _projections(self.name, rows, 0, 1, config) if _needs_projections(quantizer) else None
-        else:
-            place = Placement(rows * ranks, columns, rows * rank, 0, self._maximum)
-            parts = _projections(self.name, rows, rank, ranks, config) if _needs_projections(quantizer) else None
+        if self._splits_columns:  # one projection each
+            return fake_quantize(weight, quantizer, Placement(rows, columns * ranks, 0, columns * rank, self._maximum))
+        parts = _projections(self.name, rows, ranks, config) if _needs_projections(quantizer) else None
         if parts is None:
-            return fake_quantize(weight, quantizer, place)
+            return fake_quantize(weight, quantizer, Placement(rows * ranks, columns, rows * rank, 0, self._maximum))
         quantized = torch.empty(rows, columns, dtype=torch.float32, device=weight.device)
         for index in parts:
-            local = torch.tensor(index, device=weight.device)
-            split = 1 if self._splits_columns else ranks
-            part = Placement(
-                len(index) * split, place.columns, len(index) * (rank if split > 1 else 0), place.column, self._maximum
-            )
-            quantized[local] = fake_quantize(weight[local], quantizer, part)
+            own, count = torch.tensor(index, device=weight.device), len(index)
+            place = Placement(count * ranks, columns, count * rank, 0, self._maximum)
+            quantized[own] = fake_quantize(weight[own], quantizer, place)
         return quantized
 
     def _quantize_input(self, quantizer: Quantizer, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -231,7 +225,7 @@ def _needs_projections(quantizer: Quantizer) -> bool:
     return quantizer.scale != "one" and (quantizer.rows != 1 or quantizer.scale == "e4m3")
 
 
-def _projections(name: str, rows: int, rank: int, ranks: int, config: Any) -> list[list[int]] | None:
+def _projections(name: str, rows: int, ranks: int, config: Any) -> list[list[int]] | None:
     """The local rows of each projection in a fused matrix, in the projection's own order; None: it is not fused.
 
     ``linear_fc1`` of a gated unit is [gate; up] on every rank; ``linear_qkv`` has query, key and value rows group by
