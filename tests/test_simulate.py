@@ -372,6 +372,28 @@ def test_a_wrong_file_is_refused_by_file_and_field(tmp_path, text, message):
     assert message in str(error.value)
 
 
+def test_a_name_takes_noise_and_staleness():
+    spec = SamplerSpec.load("fp8-fp4kv+noise=0.02+noise_seed=3+staleness=64")
+    assert spec == dataclasses.replace(SPECS["fp8-fp4kv"], noise=0.02, noise_seed=3, staleness=64)
+    assert SamplerSpec.load("trainer+noise=1") == SamplerSpec(noise=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fp9+noise=1", "no sampler precision 'fp9'; there are"),
+        ("trainer+noise=0.1+noise=0.2", "'noise=0.2' is not one of noise=X"),
+        ("trainer+keys=e4m3/row", "'keys=e4m3/row' is not one of noise=X"),
+        ("trainer+noise", "noise: None is not a number"),
+        ("trainer+noise=-1", "noise is -1 but must be at least 0"),
+        ("trainer+staleness=1.5", "staleness: 1.5 is not a whole number"),
+    ],
+)
+def test_a_wrong_addition_to_a_name_is_refused(name, message):
+    with pytest.raises(ValueError, match=message.replace("+", r"\+")):
+        SamplerSpec.load(name)
+
+
 def test_an_unknown_name_or_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no sampler precision 'fp8'; there are trainer, fp8-fp8kv"):
         SamplerSpec.load("fp8")

@@ -81,6 +81,8 @@ class SamplerSpec:
     def load(cls, name: str) -> SamplerSpec:
         """A spec by its name in ``SPECS``, or from a YAML file (any name that ends in .yaml or .yml).
 
+        A name may be followed by changes of noise and staleness, as in ``fp8-fp4kv+noise=0.02+staleness=8``.
+
         The file is a mapping of fields, with quantizers by name (see ``Quantizer.parse``; ``none`` for None). ``base``
         names the spec that it starts from; without, it starts from the trainer's precision.
 
@@ -88,9 +90,7 @@ class SamplerSpec:
             ValueError: naming the file and the field, or the names there are.
         """
         if not name.endswith((".yaml", ".yml")):
-            if name not in SPECS:
-                raise ValueError(f"no sampler precision {name!r}; there are {', '.join(SPECS)}, or a .yaml file")
-            return SPECS[name]
+            return _from_name(name)
         try:
             read = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
@@ -148,6 +148,25 @@ SPECS: dict[str, SamplerSpec] = {
 
 def _field_names() -> list[str]:
     return [field.name for field in fields(SamplerSpec)]
+
+
+def _from_name(name: str) -> SamplerSpec:
+    base, *changes = name.split("+")
+    if base not in SPECS:
+        raise ValueError(f"no sampler precision {base!r}; there are {', '.join(SPECS)}, or a .yaml file")
+    changed: dict[str, Any] = {}
+    for change in changes:
+        field, _, value = change.partition("=")
+        if field not in ("noise", "noise_seed", "staleness") or field in changed:
+            raise ValueError(
+                f"sampler precision {name!r}: {change!r} is not one of noise=X, noise_seed=N, staleness=N, each once; "
+                "other changes are for a .yaml file"
+            )
+        changed[field] = yaml.safe_load(value)
+    try:
+        return _from_mapping({"base": base} | changed)
+    except ValueError as error:
+        raise ValueError(f"sampler precision {name!r}: {error}") from None
 
 
 def _from_mapping(read: dict[Any, Any]) -> SamplerSpec:

@@ -40,7 +40,7 @@ class SamplerConfig:
         default=None,
         metadata=_help(
             "Compute the rollouts as a quantized inference engine would: a name of docs/samplers.md, such as "
-            "fp8-fp4kv, or a .yaml file. With --sampler trainer or gaussian."
+            "fp8-fp4kv or fp8-fp4kv+noise=0.02+staleness=8, or a .yaml file. With --sampler trainer or gaussian."
         ),
     )
     sampler_noise: float = field(
