@@ -211,6 +211,20 @@ def test_what_the_embedded_sampler_records_is_a_valid_buffer(weights, tmp_path):
             assert line[key] == pytest.approx(reference[key], rel=EXACT, abs=EXACT), (key, line["step"])
 
 
+def test_what_is_left_out_is_counted_in_the_log(tmp_path, capfd):
+    made = steps(3)
+    old = [replace(r, weight_version=r.weight_version + (step > 0)) for step, s in enumerate(made) for r in s]
+    buffer = fill(tmp_path / "buffer", [old[:8], old[8:16], old[16:]])
+    from_buffer("--max-staleness 0 --train-iters 1", buffer, 1, tmp_path / "metrics.jsonl")
+    assert "groups that exceed" not in capfd.readouterr().out
+    with RolloutWriter(tmp_path / "stale", Manifest(30, heads=HeadPolicy.lossless(8))) as writer:
+        writer.write(old[:8])
+        writer.write([replace(r, weight_version=r.weight_version * 0) for r in old[8:16]])
+        writer.write(old[16:])
+    from_buffer("--max-staleness 0 --train-iters 2", tmp_path / "stale", 1, tmp_path / "metrics.jsonl")
+    assert "> step 1: skipped 4 groups that exceed --max-staleness, 4 so far" in capfd.readouterr().out
+
+
 def test_a_rank_that_cannot_read_stops_all_with_its_reason(tmp_path):
     """A rollout that exceeds --seq-length lies in the second rank's share."""
     made = steps(1)

@@ -47,11 +47,13 @@ class BufferSource:
     Args:
         reader: of this data-parallel rank.
         groups_per_step: over all ranks.
+        notify: called with a line of text when rollouts are left out.
     """
 
-    def __init__(self, reader: RolloutReader, groups_per_step: int):
+    def __init__(self, reader: RolloutReader, groups_per_step: int, notify: Callable[[str], None] | None = None):
         self.reader = reader
         self._groups = groups_per_step
+        self._notify = notify
 
     def poll(self, step: int) -> Availability:
         """See ``StepSource``."""
@@ -59,7 +61,20 @@ class BufferSource:
 
     def rollouts(self, step: int) -> Sequence[Rollout]:
         """The next groups; they are behind the reader's cursor afterwards."""
-        return [rollout for group in self.reader.take(self._groups, step) for rollout in group.rollouts()]
+        reader = self.reader
+        dropped, skipped = reader.dropped, reader.cursor.skipped
+        found = [rollout for group in reader.take(self._groups, step) for rollout in group.rollouts()]
+        if self._notify is not None and reader.dropped > dropped:
+            self._notify(
+                f"> step {step}: left out {reader.dropped - dropped} rollouts that failed validation, {reader.dropped} "
+                "so far on this rank"
+            )
+        if self._notify is not None and reader.cursor.skipped > skipped:
+            self._notify(
+                f"> step {step}: skipped {reader.cursor.skipped - skipped} groups that exceed --max-staleness, "
+                f"{reader.cursor.skipped} so far"
+            )
+        return found
 
 
 class AlwaysReady:

@@ -305,7 +305,8 @@ class ScoreCentering:
                 self.rollouts, self.distribution, self.true_vocab_size, place, getattr(args, "rollout_cursor", None)
             )
             if opened.reader is not None:
-                source = BufferSource(opened.reader, self.sampler.prompts_per_step)
+                is_first = _is_first_stage(None) and mpu.get_context_parallel_rank() == 0
+                source = BufferSource(opened.reader, self.sampler.prompts_per_step, print if is_first else None)
             self._report_precision(args, opened.manifest)
             self._recorded_routes = self._check_routes(args, opened.manifest.expert_routes)
         routes = self._recorded_routes
