@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_sc.rollouts import HeadPolicy, Manifest, RolloutWriter
+from megatron_sc.rollouts.check import validate_buffer
 from tests.rollouts import make_rollouts
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.slurm_jobs import GROUPS, SAMPLES, TinyJob, running_step
@@ -80,3 +83,90 @@ def test_a_job_that_cannot_start_fails_at_once_with_its_exit_code(
     assert cluster.wait(number, "FAILED", 120)["ExitCode"] == "2:0"
     assert "unrecognized arguments: --no-such-flag" in "".join(job.logs(number).values())
     assert not any("trainer-1" in name for name in job.logs(number))
+
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 30,
+    "hidden_act": "silu",
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+"""The architecture of ``TinyJob``."""
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of ``TinyJob``: a sampler on transformers, in another precision than the trainer's."""
+    folder = tmp_path_factory.mktemp("sampler")
+    (folder / "config.json").write_text(json.dumps(QWEN3))
+    rng = np.random.default_rng(0)
+    lines = [{"prompt_ids": ids, "answer_ids": ids[::-1]} for ids in rng.integers(1, 10, (20, 4)).tolist()]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = (
+        f"--prompts {folder}/prompts.jsonl --groups-per-step {GROUPS} --samples-per-prompt {SAMPLES} --max-tokens 6 "
+        "--ahead 2 --true-vocab-size 30 --head-size 8 --dtype bfloat16"
+    )
+    return {
+        "sampler": ("examples/slurm/sample_transformers.py", *flags.split()),
+        "rollout_flags": f"--hf-checkpoint {folder}",
+    }
+
+
+@pytest.mark.timeout(900)
+def test_sampler_and_trainer_survive_each_other(cluster: SlurmCluster, sampler: dict[str, Any], tmp_path: Path) -> None:
+    """Either is killed while the other goes on; then the whole job is interrupted and queued again.
+
+    What was learned is what one undisturbed job learns from the buffer that they leave: each rollout was used once, in
+    order, and none was lost.
+    """
+    both = TinyJob(tmp_path / "both", tmp_path / "buffer", steps=24, save_interval=4, nodes=1, **sampler)
+    job = both.submit(cluster, "train_and_sample.sbatch")
+    cluster.wait(job, "RUNNING", 240, lambda: both.step() >= 2)
+    cluster.run("scancel", "--signal=KILL", running_step(cluster, job, "sampler"))
+    killed_at = both.step()
+    cluster.wait(job, "RUNNING", 240, lambda: both.step() >= killed_at + 5 and both.step() > both.saved())
+    cluster.run("scancel", "--signal=KILL", running_step(cluster, job, "trainer"))
+    killed_at = both.saved()
+    cluster.wait(job, "RUNNING", 240, lambda: both.saved() > killed_at)
+    logs = both.logs(job)
+    assert {"sampler-1", "trainer-1"} <= {"-".join(name.split("-")[:2]) for name in logs}
+    assert not any(name.startswith("sampler-2") for name in logs), "the sampler outlives the trainer"
+
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+    cluster.wait(job, "PENDING", 240)
+    assert both.saved() == both.step() < 24
+    stopped = [log for name, log in both.logs(job).items() if name.startswith("sampler-1")]
+    assert "stopped; everything is committed" in stopped[0]
+    assert cluster.wait(job, "COMPLETED", 240)["Restarts"] == "1"
+    report = validate_buffer(tmp_path / "buffer")
+    assert report.ok
+    assert 24 * GROUPS * SAMPLES <= report.rollouts <= (24 + 2) * GROUPS * SAMPLES
+    assert all(0 <= line["staleness"] <= 2 for line in both.curve())
+    assert all(line["log_ratio_abs"] > 1e-4 for line in both.curve()), "the sampler has other numerics"
+
+    alone = TinyJob(tmp_path / "alone", tmp_path / "buffer", steps=24, save_interval=100, nodes=1)
+    cluster.wait(alone.submit(cluster), "COMPLETED", 240)
+    assert values(both.curve()) == values(alone.curve())
+
+
+def test_a_sampler_that_cannot_be_kept_alive_ends_the_job(
+    cluster: SlurmCluster, sampler: dict[str, Any], tmp_path: Path
+) -> None:
+    """The trainer would wait for rollouts for ever."""
+    job = TinyJob(tmp_path / "job", tmp_path / "buffer", steps=24, nodes=1, **{**sampler, "sampler": ("nowhere.py",)})
+    number = job.submit(cluster, "train_and_sample.sbatch")
+    assert cluster.wait(number, "FAILED", 240)["ExitCode"] == "1:0"
+    printed = (job.folder / "logs" / f"job-{number}.log").read_text()
+    assert "sampler failed twice without getting anywhere" in printed
+    assert "nowhere.py" in "".join(log for name, log in job.logs(number).items() if name.startswith("sampler"))
