@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from megatron_sc.cli import main
 from megatron_sc.diagnostics.mismatch import (
     TAIL_QUANTILES,
     Attribution,
@@ -28,12 +27,15 @@ from megatron_sc.diagnostics.mismatch import (
     with_layers,
 )
 from megatron_sc.diagnostics.mismatch_report import attribution_figure, attribution_table, mismatch_table
+from megatron_sc.diagnostics.probe_sampler import SamplerProbe
 from megatron_sc.objective import Support, TopKHead
 from megatron_sc.precision.quantize import Quantizer
 from megatron_sc.precision.specs import SPECS, SamplerSpec
 from megatron_sc.rollouts import HeadPolicy, Manifest, RolloutWriter
+from megatron_sc.sampling import SamplingParameters, generate, simulated
 from megatron_sc.vocab_parallel import centered_loss
 from tests.distributed import run_megatron, run_ranks
+from tests.sampling_models import VOCAB, build_model, groups
 from tests.test_simulate_training import train_and_record
 from tests.test_training import CENTERED
 from tests.train_fixed import train_fixed
@@ -271,10 +273,33 @@ def test_the_command_on_a_buffer_that_the_checkpoint_itself_sampled(checkpoint: 
         (["fp8-fp8kv", "--count", "0"], "error: --count, --head-size and --response must be at least 1"),
     ],
 )
-def test_wrong_calls_are_refused_before_megatron_starts(arguments: list[str], message: str) -> None:
-    run = subprocess.run([sys.executable, *command(*arguments)], capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert run.stderr.startswith(message)
+def test_wrong_calls_are_refused_before_megatron_starts(arguments: list[str], message: str, capsys: Any) -> None:
+    assert main(["mismatch", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def probed() -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    """Log q of responses as the sampler drew them and as the probe scores them; KL of sampler and trainer."""
+    prompts = [np.arange(1, 2 + i) for i in range(5)]
+    model = build_model()
+    probe = SamplerProbe(model, prompts, 4, VOCAB, groups(), seed=3, temperature=0.7, head_size=4)
+    spec = SPECS["int8-int4kv"]
+    responses = probe._sample(spec)
+    with simulated(model, spec, VOCAB, groups()):
+        drawn = generate(
+            model, *probe._padded(slice(None)), probe._uniforms, VOCAB, SamplingParameters(0.7, head_size=1)
+        )
+    assert torch.equal(drawn.ids.long(), responses)
+    scores = torch.cat(probe._scores(spec, responses)).gather(1, responses.flatten()[:, None]).view(5, 4)
+    measured_kl = [probe.measure(s, "nothing")[0].kl for s in (spec, SPECS["trainer"])]
+    return drawn.logprobs, scores, *measured_kl
+
+
+def test_the_probe_scores_each_token_where_it_was_drawn() -> None:
+    ((drawn, scored, kl, none),) = run_ranks(probed, 1, megatron=True)
+    assert torch.allclose(drawn, scored, atol=1e-5)
+    assert kl > 1e-3
+    assert none == 0
 
 
 @pytest.mark.parametrize("line", ["[1]", '{"prompt_ids": []}', '{"prompt_ids": [1, -2]}', '{"prompt_ids": "a"}', "x"])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.bar import Bar
 from rich.table import Table
@@ -72,6 +73,8 @@ def attribution_figure(samplers: Mapping[str, Attribution]) -> Figure:
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
         axes.axvline(0, color="#000000", linewidth=0.6)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
         axes.set_xlabel("KL(q || p), nats a token")
         axes.set_title(name)
     return figure
