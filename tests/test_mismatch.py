@@ -278,6 +278,21 @@ def test_wrong_calls_are_refused_before_megatron_starts(arguments: list[str], me
     assert capsys.readouterr().err.startswith(message)
 
 
+def loaded_from_nowhere(directory: str) -> str:
+    from megatron_sc.training.evaluation_model import evaluation_model
+
+    try:
+        evaluation_model([*MODEL.split(), "--load", directory], "test")
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (message,) = run_ranks(loaded_from_nowhere, 1, str(tmp_path), megatron=True)
+    assert message == f"--load {tmp_path} holds no checkpoint"
+
+
 def probed() -> tuple[torch.Tensor, torch.Tensor, float, float]:
     """Log q of responses as the sampler drew them and as the probe scores them; KL of sampler and trainer."""
     prompts = [np.arange(1, 2 + i) for i in range(5)]

@@ -32,7 +32,7 @@ def evaluation_model(flags: Sequence[str], program: str) -> tuple[nn.Module, arg
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
-    from megatron.training.checkpointing import load_checkpoint
+    from megatron.training.checkpointing import checkpoint_exists, load_checkpoint
     from megatron.training.initialize import initialize_megatron
 
     from .arguments import add_arguments
@@ -47,7 +47,8 @@ def evaluation_model(flags: Sequence[str], program: str) -> tuple[nn.Module, arg
         sys.argv = given
     if args.pipeline_model_parallel_size > 1:
         raise ValueError("a model in pipeline stages cannot be scored here; use --pipeline-model-parallel-size 1")
-    args.exit_on_missing_checkpoint = True  # a fresh model must not stand for one that was not found
+    if args.load and not checkpoint_exists(args.load):  # a fresh model must not stand for one that was not found
+        raise ValueError(f"--load {args.load} holds no checkpoint")
     args.finetune = args.no_load_optim = args.no_load_rng = True
     initialize_megatron()
     config: Any = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
