@@ -125,6 +125,7 @@ def test_contradictions_are_refused_before_training():
         f"{start} --samples-per-prompt 2 --rollout-path a --rollout-record b": "exclude each other",
         f"{start} --samples-per-prompt 2 --micro-batch-tokens 64": "--micro-batch-tokens needs recorded rollouts",
         f"{start} --samples-per-prompt 2 --rollout-path a --micro-batch-tokens 0": "--micro-batch-tokens is 0",
+        f"{start} --samples-per-prompt 2 --rollout-path a --sampler int8": "--sampler is the embedded sampler's",
         f"{start} --samples-per-prompt 2 --head-size 31": "--head-size 31 exceeds --true-vocab-size 30",
     }
     (messages,) = run_ranks(refusals, 1, list(cases), megatron=True)

@@ -13,6 +13,7 @@ from megatron_sc.sampling import (
     SamplerConfig,
     SamplingParameters,
 )
+from megatron_sc.sampling.record import sampler_manifest
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,11 @@ def test_what_the_settings_build():
     assert gaussian.build_distortion() == GaussianWeights(scale=0.3, seed=7)
     drawn = SamplerConfig(sampler_temperature=0.7, sampler_top_k=5, sampler_top_p=0.9, head_size=3)
     assert drawn.sampling_parameters() == SamplingParameters(temperature=0.7, top_k=5, top_p=0.9, head_size=3)
+
+
+def test_the_manifest_of_a_recording_names_the_samplers_numerics():
+    sampler = sampler_manifest(SamplerConfig(sampler_precision="fp8-fp4kv", sampler_temperature=0.7), 30).sampler
+    assert (sampler.weight_dtype, sampler.activation_dtype) == ("e4m3/128x128", "e4m3/1x128")
+    assert sampler.kv_cache_dtype.startswith("e2m1/")
+    assert (sampler.quantization, sampler.temperature, sampler.truncates) == ("fp8-fp4kv", 0.7, False)
+    assert sampler_manifest(SamplerConfig(sampler="int8", sampler_top_p=0.9), 30).sampler.truncates

@@ -16,12 +16,18 @@ def sampler_manifest(config: SamplerConfig, true_vocab_size: int) -> Manifest:
         true_vocab_size: the model's vocabulary without padding.
     """
     truncates = config.sampler_top_p < 1 or config.sampler_top_k > 0
+    spec = config.build_precision()
+    names = {name: getattr(spec, name) for name in ("weights", "activations", "keys", "values")}
+    numerics = {name: "" if quantizer is None else quantizer.name for name, quantizer in names.items()}
     return Manifest(
         true_vocab_size,
         sampler=SamplerFingerprint(
             engine="embedded",
             engine_version=version("megatron-sc"),
-            quantization=config.sampler,
+            weight_dtype=numerics["weights"],
+            activation_dtype=numerics["activations"],
+            kv_cache_dtype=" ".join(dict.fromkeys([numerics["keys"], numerics["values"]])).strip(),
+            quantization=config.sampler_precision or config.sampler,
             temperature=config.sampler_temperature,
             top_p=config.sampler_top_p,
             top_k=config.sampler_top_k,

@@ -145,6 +145,10 @@ class ScoreCentering:
             )
 
     def _check_recorded(self, args: argparse.Namespace) -> None:
+        for name in ("sampler", "sampler_precision", "sampler_noise", "sampler_staleness"):
+            if self._make_source is None and getattr(self.sampler, name) != getattr(SamplerConfig, name):
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} is the embedded sampler's, but rollouts come from --rollout-path; remove it")
         if args.iterations_to_skip:
             raise ValueError("--iterations-to-skip would skip a step but not its rollouts; remove it")
         if self.rollouts.micro_batch_tokens is None:
