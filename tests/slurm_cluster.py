@@ -11,6 +11,7 @@ import contextlib
 import getpass
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -54,7 +55,6 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -197,6 +197,18 @@ def _write_files(folder: Path, nodes: Sequence[str], cpus: int) -> None:
         first_job=random.randrange(1, 20000),
     )
     (folder / "slurm.conf").write_text(text)
+    # slurmd loads a plugin for cgroups even where nothing uses it. From 23.02 on it can be told not to; before, the
+    # first version's does not mind that there are none.
+    plugin = "cgroup/v1" if _version() < (23, 2) else "disabled"
+    (folder / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
+
+
+def _version() -> tuple[int, ...]:
+    """Of Slurm: (22, 5, 8)."""
+    program = shutil.which("slurmd", path=PATH)
+    assert program is not None
+    text = subprocess.run([program, "-V"], capture_output=True, text=True, check=True).stdout  # "slurm-wlm 22.05.8"
+    return tuple(int(part) for part in re.findall(r"\d+", text.split()[-1]))
 
 
 def _munged_flags(folder: Path) -> list[str]:

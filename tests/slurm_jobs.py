@@ -21,7 +21,7 @@ NODES={nodes} GPUS_PER_NODE=0 SAMPLER_NODES={sampler_nodes}
 OUTPUT={output}
 ROLLOUTS={rollouts}
 PYTHON={python}
-GRACE=20
+GRACE={grace}
 MODEL_ARGS=(
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
     --group-query-attention --num-query-groups 2 --kv-channels 8 --qk-layernorm
@@ -52,6 +52,7 @@ class TinyJob:
         nodes: that train, one rank each.
         sampler: flags after its script; empty: no sampler.
         rollout_flags: further flags of the trainer.
+        grace: seconds that a side has to end when it is asked to.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class TinyJob:
     nodes: int = 2
     sampler: tuple[str, ...] = ()
     rollout_flags: str = ""
+    grace: int = 120
 
     def submit(self, cluster: SlurmCluster, script: str = "train.sbatch", *flags: str) -> int:
         """Its number."""
@@ -76,6 +78,7 @@ class TinyJob:
                 steps=self.steps,
                 save_interval=self.save_interval,
                 rollout_flags=self.rollout_flags,
+                grace=self.grace,
                 sampler=shlex.join(self.sampler),
             )
         )

@@ -14,7 +14,7 @@ from megatron_sc.rollouts import HeadPolicy, Manifest, RolloutWriter
 from megatron_sc.rollouts.check import validate_buffer
 from tests.rollouts import make_rollouts
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
-from tests.slurm_jobs import GROUPS, SAMPLES, TinyJob, running_step
+from tests.slurm_jobs import GROUPS, SAMPLES, SCRIPTS, TinyJob, running_step
 
 pytestmark = pytest.mark.slurm
 STEPS, SAVE_INTERVAL = 48, 8
@@ -40,6 +40,13 @@ def buffer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def values(curve: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """What must not depend on interruptions, to the last digit: the rollouts of a step, and what was learned so far."""
     return [tuple(line[key] for key in ("step", "loss", "grad_norm", "reward", "response_length")) for line in curve]
+
+
+def test_several_ranks_a_node_know_their_places(cluster: SlurmCluster, tmp_path: Path) -> None:
+    names = "$SLURM_NODEID $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE"
+    step = ("srun", "--nodes=2", "--ntasks-per-node=3", SCRIPTS / "rank.sh", "bash", "-c", f"echo {names}")
+    lines = cluster.run("env", f"LOGS={tmp_path}", *step).splitlines()
+    assert sorted(lines) == [f"{rank // 3} {rank} {rank % 3} 6 3" for rank in range(6)]
 
 
 @pytest.mark.timeout(600)
@@ -164,7 +171,8 @@ def test_a_sampler_that_cannot_be_kept_alive_ends_the_job(
     cluster: SlurmCluster, sampler: dict[str, Any], tmp_path: Path
 ) -> None:
     """The trainer would wait for rollouts for ever."""
-    job = TinyJob(tmp_path / "job", tmp_path / "buffer", steps=24, nodes=1, **{**sampler, "sampler": ("nowhere.py",)})
+    broken = {**sampler, "sampler": ("nowhere.py",)}
+    job = TinyJob(tmp_path / "job", tmp_path / "buffer", steps=24, nodes=1, grace=1, **broken)
     number = job.submit(cluster, "train_and_sample.sbatch")
     assert cluster.wait(number, "FAILED", 240)["ExitCode"] == "1:0"
     printed = (job.folder / "logs" / f"job-{number}.log").read_text()
