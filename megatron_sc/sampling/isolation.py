@@ -49,17 +49,30 @@ def gathered_parameters(model: nn.Module) -> Iterator[None]:
     """All parameters up to date inside, also with ``--overlap-param-gather``.
 
     That flag gathers the data-parallel shards of the updated parameters late, module by module, in hooks of the next
-    forward pass. As in Megatron's own evaluation, everything is gathered at once and the hooks rest inside.
+    forward pass. As in Megatron's own evaluation, everything is gathered at once and the hooks rest inside. Until the
+    first step is over Megatron has no hooks in place, and what that step updated is gathered here too.
 
     Args:
         model: a Megatron model, possibly wrapped.
+
+    Raises:
+        ValueError: for parameters that are gathered from the gradients' storage.
     """
     wrapper: Any = model
-    is_lazy = len(getattr(wrapper, "remove_forward_pre_hook_handles", ())) > 0
-    if is_lazy:
+    is_lazy = getattr(wrapper, "use_forward_hook", False)
+    if is_lazy and wrapper.ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
+        raise ValueError(
+            "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather keeps updated parameters in the optimizer "
+            "until the next step, so they can be neither published nor sampled from between steps; remove one of them"
+        )
+    has_hooks = is_lazy and len(wrapper.remove_forward_pre_hook_handles) > 0
+    if has_hooks:
         wrapper.disable_forward_pre_hook(param_sync=True)
+    elif is_lazy:
+        with torch.no_grad():
+            wrapper.start_param_sync(force_sync=True)
     try:
         yield
     finally:
-        if is_lazy:
+        if has_hooks:
             wrapper.enable_forward_pre_hook()
