@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -16,20 +18,20 @@ def config(**options: object):
 
     return TransformerConfig(
         num_layers=3, hidden_size=HIDDEN, num_attention_heads=2, num_moe_experts=EXPERTS, moe_router_topk=TOPK,
-        moe_router_load_balancing_type="none", moe_layer_freq=[0, 1, 1], add_bias_linear=False,
+        moe_router_load_balancing_type="none", moe_layer_freq=[1, 0, 1], add_bias_linear=False,
         moe_enable_routing_replay=True, **options,
     )  # fmt: skip
 
 
 def routers(settings):
-    """Layers 2 and 3 as a model."""
+    """Layers 1 and 3 as a model; 2 is dense."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.router import TopKRouter
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = torch.nn.ModuleList([TopKRouter(settings, groups) for _ in range(2)])
     for number, router in enumerate(model):
-        router.set_layer_number(number + 2)
+        router.set_layer_number(2 * number + 1)
         torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(number))
     return model
 
@@ -96,6 +98,8 @@ def recomputation_takes_the_routes_of_its_own_micro_batch() -> None:
 
 
 def contradictions_are_refused() -> None:
+    from megatron.core.transformer.enums import CudaGraphModule
+
     from megatron_sc.training.replay import RouteReplay
 
     for recorded, message in (
@@ -109,6 +113,44 @@ def contradictions_are_refused() -> None:
     settings.moe_router_load_balancing_type = "sinkhorn"
     with pytest.raises(ValueError, match="--moe-router-load-balancing-type sinkhorn ignores"):
         RouteReplay(torch.nn.ModuleList(), settings, ExpertRoutes(2, TOPK, EXPERTS))
+    for modules, is_refused in (
+        ([], True), ([CudaGraphModule.moe_router], True), ([CudaGraphModule.attn], False),
+    ):  # fmt: skip
+        settings = config()
+        settings.cuda_graph_impl, settings.cuda_graph_modules = "local", modules  # without a GPU Megatron refuses it
+        refused = pytest.raises(ValueError, match="--cuda-graph-impl local would capture the routes")
+        with refused if is_refused else nullcontext():
+            RouteReplay(torch.nn.ModuleList(), settings, ExpertRoutes(2, TOPK, EXPERTS))
+
+
+def a_recomputation_without_routes_is_refused() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from megatron_sc.training.replay import RouteReplay
+
+    settings = config()
+    model = routers(settings)
+    replay = RouteReplay(model, settings, ExpertRoutes(2, TOPK, EXPERTS))
+    replay.set_routes(torch.zeros((1, 3, 4)).int(), step=0)
+    hidden = torch.randn(3, 1, HIDDEN, requires_grad=True)
+    scores = checkpoint(lambda x: model[0](x)[0], hidden, use_reentrant=False)  # its forward pass has gradients
+    with pytest.raises(RuntimeError, match="recomputed more often"):
+        scores.sum().backward()
+
+
+def a_chunk_takes_the_routes_of_its_own_layers() -> None:
+    from megatron_sc.training.replay import RouteReplay
+
+    settings = config()
+    model = routers(settings)[1:]  # a pipeline stage that holds layer 3 alone
+    replay = RouteReplay(model, settings, ExpertRoutes(2, TOPK, EXPERTS))
+    routes = torch.tensor([[[0, 1, 2, 3], [1, 2, 0, 3], [2, 3, 0, 1]]]).int()  # of layers 1 and 3
+    replay.set_routes(routes, step=0)
+    assert chosen(model[0], torch.randn(3, 1, HIDDEN)) == [{2, 3}, {0, 3}, {0, 1}]
+    replay.set_routes(routes - 10, step=1)  # none reported: nothing of the step before is left
+    hidden = torch.randn(3, 1, HIDDEN)
+    _, own = routers(settings)[1](hidden)
+    assert chosen(model[0], hidden) == [set(row.nonzero().flatten().tolist()) for row in own]
 
 
 def on_megatron(name: str) -> None:
@@ -129,6 +171,8 @@ def on_megatron(name: str) -> None:
         "recorded_experts_are_used",
         "recomputation_takes_the_routes_of_its_own_micro_batch",
         "contradictions_are_refused",
+        "a_recomputation_without_routes_is_refused",
+        "a_chunk_takes_the_routes_of_its_own_layers",
     ],
 )
 def test_replay(name):

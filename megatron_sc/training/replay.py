@@ -40,7 +40,7 @@ class ReplayedRoutes(RouterReplay):
         self._recomputed.clear()
 
     def set_routes(self, routes: Tensor) -> None:
-        """Of the micro-batch whose forward pass comes next: int64 ``[tokens, top-k]``; -1 where not reported."""
+        """Of the micro-batch whose forward pass comes next: integer ``[tokens, top-k]``; -1 where not reported."""
         self._routes = routes
 
     def get_replay_topk(
@@ -51,17 +51,27 @@ class ReplayedRoutes(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See Megatron's class: (scores ``[tokens, top-k]``, experts ``[tokens, top-k]``)."""
+        """See Megatron's class: (scores ``[tokens, top-k]``, experts ``[tokens, top-k]``).
+
+        Raises:
+            RuntimeError: for a recomputation whose forward pass kept no routes: it would take other experts.
+        """
         assert default_compute_topk is not None
         own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         routes = self._routes
         if torch._C._current_graph_task_id() != -1:  # inside a backward pass: this is a recomputation
-            routes = self._recomputed.popleft() if self._recomputed else None
+            if routes is not None:
+                if not self._recomputed:
+                    raise RuntimeError(
+                        "a router is recomputed more often than its forward pass ran without gradients, so its expert "
+                        "routes are not known: change --recompute-granularity or remove --moe-enable-routing-replay"
+                    )
+                routes = self._recomputed.popleft()
         elif routes is not None and not torch.is_grad_enabled():
             self._recomputed.append(routes)
         if routes is None:
             return own
-        experts = torch.where((routes >= 0).all(dim=1, keepdim=True), routes, own[1])
+        experts = torch.where((routes >= 0).all(dim=1, keepdim=True), routes, own[1])  # int64, as Megatron's own
         return scores.gather(1, experts), experts
 
 
@@ -87,6 +97,8 @@ class RouteReplay:
                 _forget(module.router_replay)
                 module.router_replay = ReplayedRoutes()
                 self._routers.append((place[module.layer_number], module.router_replay))
+        layers = [layer for layer, _ in self._routers]
+        self._first, self._last = min(layers, default=0), max(layers, default=0)
         self._step = -1
 
     def set_routes(self, routes: Tensor, step: int, part: int = 0, parts: int = 1) -> None:
@@ -104,9 +116,10 @@ class RouteReplay:
             for _, router in self._routers:
                 router.start_step()
         mine = routes.chunk(parts, dim=1)[part] if parts > 1 else routes
-        by_layer = mine.transpose(0, 1).flatten(0, 1).long().unflatten(1, (-1, self._topk))
+        own = mine.unflatten(2, (-1, self._topk))[:, :, self._first : self._last + 1]  # all that is kept till backward
+        by_layer = own.transpose(0, 1).flatten(0, 1).contiguous()
         for layer, router in self._routers:
-            router.set_routes(by_layer[:, layer])
+            router.set_routes(by_layer[:, layer - self._first])
 
 
 def moe_layers(config: TransformerConfig) -> list[int]:
@@ -134,6 +147,12 @@ def check_routes(config: TransformerConfig, recorded: ExpertRoutes) -> None:
             raise ValueError(f"{flag} {trainer}: the buffer's expert routes were recorded with {sampler}")
     if config.moe_router_fusion:
         raise ValueError("--moe-router-fusion ignores replayed routes; remove it")
+    modules = [module.name for module in config.cuda_graph_modules or []]
+    if config.cuda_graph_impl != "none" and (not modules or any(name.startswith("moe") for name in modules)):
+        raise ValueError(
+            f"--cuda-graph-impl {config.cuda_graph_impl} would capture the routes of one micro-batch and use them for "
+            "all; remove it, or leave the MoE layers out: --cuda-graph-modules attn"
+        )
     balancing = config.moe_router_load_balancing_type
     for kind in [balancing] if isinstance(balancing, str) else balancing:
         if kind in ("sinkhorn", "quantile_balancing"):
