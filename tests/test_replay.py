@@ -52,6 +52,7 @@ def recorded_experts_are_used() -> None:
     replay = RouteReplay(model, settings, ExpertRoutes(2, TOPK, EXPERTS))
     routes = torch.tensor([[i % EXPERTS, (i + 1) % EXPERTS] for i in range(2 * 4 * 2)]).view(2, 4, 2 * TOPK).int()
     routes[1, 3] = -1  # the last token of the second rollout was not reported
+    routes[0, 1, 1] = -1  # nor was one expert of this token, so none of this layer's is used
     replay.set_routes(routes, step=0)
     for layer, router in enumerate(model):
         found = chosen(router, hidden)
@@ -92,7 +93,12 @@ def recomputation_takes_the_routes_of_its_own_micro_batch() -> None:
             output.sum().backward()
         return [values.grad for values in inputs]
 
-    for plain, again in zip(gradients(False, 0), gradients(True, 1), strict=True):
+    plain_gradients = gradients(False, 0)
+    replay.set_routes(routes[1], 0)
+    checkpoint(
+        lambda x: router(x)[0], False, batches[1].clone().requires_grad_()
+    )  # a forward pass that came to nothing
+    for plain, again in zip(plain_gradients, gradients(True, 1), strict=True):
         assert plain.abs().sum() > 0
         torch.testing.assert_close(again, plain, rtol=0, atol=0)
 
