@@ -39,6 +39,25 @@ SC_ARGS=(--loss-correction score_centering)
 SAMPLER=({sampler})
 """
 
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 30,
+    "hidden_act": "silu",
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+"""The architecture of ``TinyJob``."""
+
 
 @dataclass(frozen=True)
 class TinyJob:

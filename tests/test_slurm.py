@@ -14,7 +14,7 @@ from megatron_sc.rollouts import HeadPolicy, Manifest, RolloutWriter
 from megatron_sc.rollouts.check import validate_buffer
 from tests.rollouts import make_rollouts
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
-from tests.slurm_jobs import GROUPS, SAMPLES, SCRIPTS, TinyJob, running_step
+from tests.slurm_jobs import GROUPS, QWEN3, SAMPLES, SCRIPTS, TinyJob, running_step
 
 pytestmark = pytest.mark.slurm
 STEPS, SAVE_INTERVAL = 48, 8
@@ -92,26 +92,6 @@ def test_a_job_that_cannot_start_fails_at_once_with_its_exit_code(
     assert not any("trainer-1" in name for name in job.logs(number))
 
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 30,
-    "hidden_act": "silu",
-    "max_position_embeddings": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-}
-"""The architecture of ``TinyJob``."""
-
-
 @pytest.fixture(scope="module")
 def sampler(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of ``TinyJob``: a sampler on transformers, in another precision than the trainer's."""
@@ -160,7 +140,7 @@ def test_sampler_and_trainer_survive_each_other(cluster: SlurmCluster, sampler: 
     assert report.ok
     assert 24 * GROUPS * SAMPLES <= report.rollouts <= (24 + 2) * GROUPS * SAMPLES
     assert all(0 <= line["staleness"] <= 2 for line in both.curve())
-    assert all(line["log_ratio_abs"] > 1e-4 for line in both.curve()), "the sampler has other numerics"
+    assert all(1e-4 < line["log_ratio_abs"] < 0.05 for line in both.curve()), "the same weights, other numerics"
 
     alone = TinyJob(tmp_path / "alone", tmp_path / "buffer", steps=24, save_interval=100, nodes=1)
     cluster.wait(alone.submit(cluster), "COMPLETED", 240)

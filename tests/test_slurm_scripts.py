@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_sc.rollouts import RolloutReader
 from tests.distributed import run_ranks
-from tests.slurm_jobs import SCRIPTS, flags_of, shell
+from tests.slurm_jobs import QWEN3, SCRIPTS, flags_of, shell
 
 JOB = SCRIPTS / "job.env"
+ENDS = [3, 7, 11, 15, 19, 23, 27]  # end-of-sequence tokens of a test model
 REQUIRED = "NODES=2 GPUS_PER_NODE=8 OUTPUT=/shared/run ROLLOUTS=/shared/rollouts\n"
 
 
@@ -126,6 +128,50 @@ def test_flags_of_the_example_exist(examples: None) -> None:
     assert sampler.true_vocab_size == trainer.true_vocab_size == trainer.vocab_size
     assert sampler.ahead <= trainer.max_staleness
     assert sampler.serve[:2] == ["--tensor-parallel-size", "4"]
+
+
+def test_transformers_records_the_distribution_that_tokens_were_drawn_from(examples: None, tmp_path: Path) -> None:
+    """Prompts of several lengths, responses that end early, a temperature; against the model's own forward pass."""
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**QWEN3, initializer_range=0.3))
+    model.generation_config = GenerationConfig(eos_token_id=ENDS)
+    model.save_pretrained(tmp_path)
+    sample_transformers = importlib.import_module("sample_transformers")
+    flags = "--rollouts r --weights w --prompts p --groups-per-step 3 --samples-per-prompt 8 --max-tokens 6"
+    engine = sample_transformers.TransformersEngine(
+        sample_transformers.parse(
+            f"{flags} --true-vocab-size 30 --head-size 8 --temperature 0.7 --dtype float32".split()
+        )
+    )
+    engine.load(tmp_path)
+    prompts = [[1, 2, 4, 5], [9], [8, 6, 10]]
+    groups = engine.generate(prompts, version=5)
+    responses = [response for group in groups for response in group]
+    assert [response.prompt_ids.tolist() for response in responses] == [prompt for prompt in prompts for _ in range(8)]
+    assert len({tuple(response.response_ids.tolist()) for response in responses}) > 8
+    for response in responses:
+        ids = response.response_ids
+        ended = [place for place, token in enumerate(ids.tolist()) if token in ENDS]
+        assert ended in ([], [len(ids) - 1])
+        assert response.finish_reason == ("stop" if ended else "length")
+        assert len(ids) == 6 or ended
+        assert response.weight_version.tolist() == [5] * len(ids)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*response.prompt_ids.tolist(), *ids.tolist()]])).logits[0].double()
+        start = len(response.prompt_ids) - 1
+        logq = (logits[start : start + len(ids)] / 0.7).log_softmax(-1).numpy()
+        np.testing.assert_allclose(response.sampled_logprobs, logq[range(len(ids)), ids], atol=1e-4)
+        assert response.head is not None
+        assert response.head.sizes.tolist() == [8] * len(ids)
+        head = np.sort(logq, axis=1)[:, :-9:-1]
+        np.testing.assert_allclose(response.head.logprobs.reshape(-1, 8), head, atol=1e-4)
+        at_head = np.take_along_axis(logq, response.head.ids.reshape(-1, 8), axis=1)
+        np.testing.assert_allclose(at_head, head, atol=1e-4)
+        assert response.log_tail_mass is not None
+        np.testing.assert_allclose(response.log_tail_mass, np.log(1 - np.exp(head).sum(axis=1)), atol=1e-3)
+    assert {response.finish_reason for response in responses} == {"stop", "length"}
 
 
 class Vllm(BaseHTTPRequestHandler):

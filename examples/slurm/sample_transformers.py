@@ -119,12 +119,17 @@ class TransformersEngine:
         )
 
 
-def main() -> None:
-    """Parse and sample."""
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sampling_loop.add_arguments(parser)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Sample."""
+    arguments = parse()
     sampling_loop.run(TransformersEngine(arguments), arguments)
 
 
