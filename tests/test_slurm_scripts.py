@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from megatron_sc.rollouts import RolloutReader
-from tests.distributed import run_ranks
+from tests.distributed import free_port, run_ranks
 from tests.slurm_jobs import QWEN3, SCRIPTS, flags_of, shell
 
 JOB = SCRIPTS / "job.env"
@@ -268,6 +269,41 @@ def test_the_vllm_client_fills_the_buffer_and_hands_on_new_weights(
         "method": "reload_weights",
         "kwargs": {"weights_path": str(sampling_loop.latest(weights).path)},
     }
+
+
+def test_the_vllm_server_is_started_awaited_and_ended(
+    examples: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A web server with a page /health stands in for it."""
+    sample_vllm = importlib.import_module("sample_vllm")
+    port = free_port()
+    (tmp_path / "health").touch()
+    (tmp_path / "vllm").write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$VLLM_SERVER_DEV_MODE" "$@" >{tmp_path}/words\n'
+        f"exec {sys.executable} -m http.server --bind 127.0.0.1 --directory {tmp_path} {port}\n"
+    )
+    (tmp_path / "vllm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    flags = "--rollouts r --weights w --prompts p --groups-per-step 2 --max-tokens 3 --true-vocab-size 5 --head-size 3"
+    serve = "--tensor-parallel-size 4 --quantization fp8"
+    engine = sample_vllm.VllmEngine(sample_vllm.parse(f"{flags} --port {port} -- {serve}".split()))
+    engine.load(Path("/weights/7"))
+    words = (tmp_path / "words").read_text().split()
+    assert (
+        words
+        == (
+            f"1 serve /weights/7 --served-model-name policy --host 127.0.0.1 --port {port} "
+            f"--logprobs-mode processed_logprobs --max-logprobs 3 {serve}"
+        ).split()
+    )
+    assert engine.fingerprint().quantization == "fp8"
+    assert engine._server.poll() is None
+    engine.close()
+    assert engine._server.poll() is not None
+
+    (tmp_path / "vllm").write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(RuntimeError, match="vllm serve exited with code 3"):
+        sample_vllm.VllmEngine(engine._arguments).load(Path("/weights/7"))
 
 
 FAKE_PROCESS: Any = object()
