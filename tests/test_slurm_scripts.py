@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -101,34 +102,39 @@ def test_a_rank_learns_its_place_from_slurm(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "refused").exists()
 
 
-def parse_trainer_flags(words: list[str]) -> dict[str, Any]:
-    """Runs in a worker of ``run_ranks(..., megatron=True)``."""
-    from megatron.training.arguments import add_megatron_arguments
+def validate_trainer_flags(words: list[str], ranks: int) -> dict[str, Any]:
+    """As a rank of a job of ``ranks`` sees them. Runs in a worker of ``run_ranks(..., megatron=True)``."""
+    from megatron.training.arguments import parse_and_validate_args
 
     from megatron_sc.training.arguments import add_arguments
     from megatron_sc.training.config_files import expand_argv
+    from megatron_sc.training.plugin import ScoreCentering
 
-    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    names = ("global_batch_size", "prompts_per_step", "samples_per_prompt", "true_vocab_size", "vocab_size")
-    parsed = parser.parse_args(expand_argv(words))
-    return {name: getattr(parsed, name) for name in (*names, "max_staleness")}
+    environment = mock.patch.dict(os.environ, RANK="0", WORLD_SIZE=str(ranks))
+    with environment, mock.patch.object(sys, "argv", ["train", *expand_argv(words)]):
+        args = parse_and_validate_args(extra_args_provider=add_arguments)
+    ScoreCentering.from_args(args)
+    names = ("prompts_per_step", "samples_per_prompt", "true_vocab_size", "seq_length", "max_staleness")
+    return {name: getattr(args, name) for name in names}
 
 
-def test_flags_of_the_example_exist(examples: None) -> None:
-    """job.env, in the parsers of Megatron with the plugin and of the sampler."""
+def test_the_example_is_a_job_that_megatron_and_the_sampler_accept(examples: None) -> None:
+    """Megatron's own checks and the plugin's, for as many ranks as job.env says."""
     arrays = ("MODEL_ARGS", "PARALLEL_ARGS", "OPTIMIZER_ARGS", "ROLLOUT_ARGS", "SC_ARGS")
     words = [word.replace("configs/", f"{SCRIPTS.parent.parent}/configs/") for word in flags_of(JOB, *arrays)]
-    (found,) = run_ranks(parse_trainer_flags, 1, words, megatron=True)
+    nodes, gpus = (int(flags_of(JOB, name)[0]) for name in ("NODES", "GPUS_PER_NODE"))
+    (found,) = run_ranks(
+        validate_trainer_flags, 1, [*words, "--rollout-path", "/shared/rollouts"], nodes * gpus, megatron=True
+    )
     trainer = SimpleNamespace(**found)
-    assert trainer.global_batch_size == trainer.prompts_per_step * trainer.samples_per_prompt
 
     script, *flags = flags_of(JOB, "SAMPLER")
     sampler = importlib.import_module(Path(script).stem).parse(["--rollouts", "r", "--weights", "w", *flags])
     assert sampler.groups_per_step == trainer.prompts_per_step
     assert sampler.samples_per_prompt == trainer.samples_per_prompt
-    assert sampler.true_vocab_size == trainer.true_vocab_size == trainer.vocab_size
+    assert sampler.true_vocab_size == trainer.true_vocab_size
     assert sampler.ahead <= trainer.max_staleness
-    assert sampler.serve[:2] == ["--tensor-parallel-size", "4"]
+    assert sampler.serve[-2:] == ["--max-model-len", str(trainer.seq_length)]
 
 
 def test_transformers_records_the_distribution_that_tokens_were_drawn_from(examples: None, tmp_path: Path) -> None:
