@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from megatron_sc.training.agreement import Status, agree
 from megatron_sc.training.batch import BatchLayout
 from megatron_sc.training.config import ObjectiveConfig
 from megatron_sc.training.feed import FedMicroBatches, FeedLayout, Place, RolloutFeed
+from megatron_sc.training.source import step_advantages
 from tests.distributed import RankError, run_ranks
 from tests.rollouts import make_rollouts
 
@@ -79,18 +81,22 @@ def test_a_rank_that_is_ready_waits_for_one_that_is_not_and_takes_its_share_once
     assert [len(result[2]) for result in results] == [4, 4]
 
 
-def readers_of_one_replica(differ: bool) -> int | None:
+def readers_of_one_replica(differ: str) -> int | None:
     """Pipeline parallel: the first and the last stage read the same share, each for itself."""
     rank = dist.get_rank()
     groups = [dist.new_group([0]), dist.new_group([1])]
-    source = Recorded(make_rollouts(1, 2, vocab=30, head=8, seed=rank if differ else 0))
+    rollouts = make_rollouts(1, 2, vocab=30, head=8, seed=rank if differ == "tokens" else 0)
+    if differ == "reward":
+        rollouts[1] = replace(rollouts[1], reward=rollouts[1].reward + rank)
+    source = Recorded(rollouts)
     return RolloutFeed(source, OBJECTIVE, layout(), Place(0, 1, groups[rank], CPU, True)).begin_step(0)
 
 
 def test_readers_of_one_share_that_hold_different_rollouts_are_found():
-    assert len(set(run_ranks(readers_of_one_replica, 2, False))) == 1
-    with pytest.raises(RankError, match="ranks that read for data-parallel rank 0 hold different rollouts"):
-        run_ranks(readers_of_one_replica, 2, True)
+    assert len(set(run_ranks(readers_of_one_replica, 2, "nowhere"))) == 1
+    for differ in ("tokens", "reward"):
+        with pytest.raises(RankError, match="ranks that read for data-parallel rank 0 hold different rollouts"):
+            run_ranks(readers_of_one_replica, 2, differ)
 
 
 def one_tensor_group() -> list[tuple[int, int, int]]:
@@ -149,8 +155,34 @@ def one_rank() -> None:
     assert not batch.mask.any()
 
 
-def test_one_rank():
-    run_ranks(one_rank, 1)
+def every_row_is_a_rollout_with_its_own_values() -> None:
+    """Two steps: each rollout once, with its own advantage, and with the staleness at that step."""
+    rollouts = make_rollouts(3, 3, vocab=30, head=8)
+    feed = alone(Recorded(rollouts), layout())
+    iterator = FedMicroBatches(feed)
+    expected = step_advantages(rollouts, OBJECTIVE)
+    assert len(set(expected.tolist())) > 3
+    for step in (7, 8):
+        count = feed.begin_step(step)
+        assert count is not None
+        found = []
+        for _ in range(count):
+            batch, _ = next(iterator)
+            assert batch is not None
+            for row in batch.mask.any(dim=1).nonzero().flatten().tolist():
+                tokens, mask = batch.tokens[row][batch.padding[row] == 0].numpy(), batch.mask[row].bool()
+                whole = [np.concatenate([r.prompt_ids, r.response_ids]) for r in rollouts]
+                (index,) = (i for i, each in enumerate(whole) if np.array_equal(each, tokens))
+                found.append(index)
+                assert set(batch.advantages[row][mask].tolist()) == {expected[index]}
+                trained = rollouts[index].weight_version[rollouts[index].response_mask]
+                assert batch.staleness[row][mask].tolist() == (step - trained).tolist()
+        assert sorted(found) == list(range(9))
+
+
+@pytest.mark.parametrize("check", [one_rank, every_row_is_a_rollout_with_its_own_values])
+def test_one_rank(check):
+    run_ranks(check, 1)
 
 
 def statuses(mine: tuple[Status, Status]) -> Status:

@@ -53,6 +53,7 @@ def test_spread_keeps_the_rollouts_and_never_grows_a_micro_batch(lengths, more, 
     assert len(result) == len(packed) + more
     assert sorted(i for each in result for i in each.rollouts) == list(range(len(lengths)))
     assert all(each.rows * each.positions <= 80 for each in result)
+    assert all(each.positions >= max((lengths[i] for i in each.rollouts), default=1) for each in result)
     if any(not each.rollouts for each in result):  # an empty one only where nothing can be divided
         assert all(len(each.rollouts) <= 1 for each in result)
 

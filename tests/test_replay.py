@@ -145,16 +145,24 @@ def a_recomputation_without_routes_is_refused() -> None:
 
 
 def a_chunk_takes_the_routes_of_its_own_layers() -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
     from megatron_sc.training.replay import RouteReplay
 
     settings = config()
     model = routers(settings)[1:]  # a pipeline stage that holds layer 3 alone
+    instances = len(RouterReplay.global_router_replay_instances)
     replay = RouteReplay(model, settings, ExpertRoutes(2, TOPK, EXPERTS))
+    assert len(RouterReplay.global_router_replay_instances) == instances  # ours in the place of Megatron's
     routes = torch.tensor([[[0, 1, 2, 3], [1, 2, 0, 3], [2, 3, 0, 1]]]).int()  # of layers 1 and 3
     replay.set_routes(routes, step=0)
-    assert chosen(model[0], torch.randn(3, 1, HIDDEN)) == [{2, 3}, {0, 3}, {0, 1}]
+    hidden = torch.randn(3, 1, HIDDEN, generator=torch.Generator().manual_seed(7))
+    assert chosen(model[0], hidden) == [{2, 3}, {0, 3}, {0, 1}]
+    with torch.no_grad():
+        scores, _ = model[0](hidden)
+        logits = (hidden.flatten(0, 1) @ model[0].weight.T).gather(1, routes[0, :, TOPK:].long())
+    torch.testing.assert_close(scores.gather(1, routes[0, :, TOPK:].long()), logits.softmax(dim=1))
     replay.set_routes(routes - 10, step=1)  # none reported: nothing of the step before is left
-    hidden = torch.randn(3, 1, HIDDEN)
     _, own = routers(settings)[1](hidden)
     assert chosen(model[0], hidden) == [set(row.nonzero().flatten().tolist()) for row in own]
 
