@@ -72,7 +72,7 @@ def test_ranks_run_as_many_micro_batches_as_the_fullest_one():
     counts = [result[0] for result in results]
     assert counts[0] == counts[1] > 2
     for _, taken, calls, sizes in results:
-        assert (taken, calls, sizes) == (1, ["all_reduce"], [8 * (2 + 2 * 2)])
+        assert (taken, calls, sizes) == (1, ["all_reduce"], [8 * (3 + 2 * 2)])
 
 
 def test_a_rank_that_is_ready_waits_for_one_that_is_not_and_takes_its_share_once():
@@ -183,6 +183,27 @@ def every_row_is_a_rollout_with_its_own_values() -> None:
 @pytest.mark.parametrize("check", [one_rank, every_row_is_a_rollout_with_its_own_values])
 def test_one_rank(check):
     run_ranks(check, 1)
+
+
+def told_to_exit() -> tuple[list[int | None], list[str]]:
+    """The second rank is told to exit: at once while both wait, not while both are ready."""
+    rank, said = dist.get_rank(), []
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    results = []
+    for after in (0, 10**6):
+        feed = RolloutFeed(
+            Recorded(make_rollouts(1, 2, vocab=30, head=8), after), OBJECTIVE, layout(),
+            Place(rank, 2, groups[rank], CPU, True), 0.01, said.append, lambda: rank == 1,
+        )  # fmt: skip
+        results.append(feed.begin_step(0))
+    return results, said
+
+
+def test_a_signal_ends_the_wait_on_all_ranks():
+    for results, said in run_ranks(told_to_exit, 2):
+        assert results[0] is not None
+        assert results[1] is None
+        assert said[-1] == "> step 0: told to exit while waiting for rollouts"
 
 
 def statuses(mine: tuple[Status, Status]) -> Status:

@@ -26,18 +26,26 @@ class Agreement:
     Attributes:
         status: the highest of all.
         micro_batches: the most of any rank.
+        interrupted: whether any rank was told to exit.
         disagreeing: data-parallel ranks of which two readers hold different rollouts.
     """
 
     status: Status
     micro_batches: int
+    interrupted: bool
     disagreeing: tuple[int, ...]
 
 
 def agree(
-    status: Status, micro_batches: int, digest: int | None, replica: int, replicas: int, device: torch.device
+    status: Status,
+    micro_batches: int,
+    digest: int | None,
+    replica: int,
+    replicas: int,
+    device: torch.device,
+    interrupted: bool = False,
 ) -> Agreement:
-    """One all-reduce over all ranks, of ``8 (2 + 2 replicas)`` bytes; waits for its result.
+    """One all-reduce over all ranks, of ``8 (3 + 2 replicas)`` bytes; waits for its result.
 
     Args:
         status: this rank's.
@@ -46,16 +54,17 @@ def agree(
         replica: this data-parallel rank: ranks of one must hold the same rollouts.
         replicas: data-parallel size.
         device: of the default process group's tensors.
+        interrupted: whether this rank was told to exit.
     """
     # A maximum of x and of -x: where both are x and -x, every reader of the replica sent x.
     lowest = -(2**63) + 1
-    values = [int(status), micro_batches, *([lowest] * (2 * replicas))]
+    values = [int(status), micro_batches, int(interrupted), *([lowest] * (2 * replicas))]
     if digest is not None and status == Status.READY:
-        values[2 + replica], values[2 + replicas + replica] = digest, -digest
+        values[3 + replica], values[3 + replicas + replica] = digest, -digest
     vector = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(vector, op=dist.ReduceOp.MAX)
     found = vector.tolist()
-    return Agreement(Status(found[0]), found[1], _unequal(found[2:], replicas, lowest))
+    return Agreement(Status(found[0]), found[1], bool(found[2]), _unequal(found[3:], replicas, lowest))
 
 
 def _unequal(pairs: Sequence[int], replicas: int, lowest: int) -> tuple[int, ...]:

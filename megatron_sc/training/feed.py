@@ -144,7 +144,8 @@ class RolloutFeed:
         layout: see ``FeedLayout``.
         place: see ``Place``.
         poll_seconds: between looks at a source that is waiting.
-        notify: called with a line of text when the wait begins.
+        notify: called with a line of text when the wait begins, and when nothing follows.
+        interrupted: whether this rank was told to exit; asked while waiting.
     """
 
     def __init__(
@@ -155,10 +156,11 @@ class RolloutFeed:
         place: Place,
         poll_seconds: float = 1.0,
         notify: Callable[[str], None] = print,
+        interrupted: Callable[[], bool] = lambda: False,
     ):
         self.source = source
         self._objective, self._layout, self._place = objective, layout, place
-        self._poll, self._notify = poll_seconds, notify
+        self._poll, self._notify, self._interrupted = poll_seconds, notify, interrupted
         self._step = -1
         self._rollouts: list[Rollout] = []
         self._advantages: list[float] = []
@@ -188,7 +190,8 @@ class RolloutFeed:
             step: the optimizer step that comes next (the first is 0).
 
         Returns:
-            The number of micro-batches on every rank; None: the source has ended, nothing was taken.
+            The number of micro-batches on every rank; None: the source has ended, or a rank was told to exit while it
+            waited. Then training must end: what was taken for this step is not behind the cursor that was saved.
 
         Raises:
             RolloutError: for rollouts that cannot be trained on, on the rank that read them.
@@ -205,12 +208,18 @@ class RolloutFeed:
             except Exception as caught:  # whatever it is, all ranks must stop together
                 status, error = Status.FAILED, caught
             place = self._place
-            agreed = agree(status, count, self._digest, place.replica, place.replicas, place.device)
+            agreed = agree(
+                status, count, self._digest, place.replica, place.replicas, place.device, self._interrupted()
+            )
             if agreed.status == Status.FAILED:
                 raise error or RuntimeError(
                     f"step {step}: another rank could not read its rollouts; its error says why"
                 )
             if agreed.status == Status.ENDED:
+                self._notify(f"> step {step}: the rollout buffer has ended")
+                return None
+            if agreed.status == Status.WAITING and agreed.interrupted:
+                self._notify(f"> step {step}: told to exit while waiting for rollouts")
                 return None
             if agreed.status == Status.READY:
                 break

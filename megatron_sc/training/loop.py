@@ -184,8 +184,6 @@ class _Hooks:
         if feed is not None:
             count = feed.begin_step(step)
             if count is None:
-                if _is_last_rank():
-                    print(f"> the rollout buffer has ended: training stops after step {step}", flush=True)
                 return {}, 0, _is_unsaved(get_args(), step), True, 0, None, None, 0
             if feed.varies:
                 config.variable_seq_lengths = True  # pipeline stages tell each other the shapes

@@ -12,6 +12,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training.global_vars import get_signal_handler
 from torch import Tensor
 
 from ..precision import fingerprint
@@ -323,7 +324,9 @@ class ScoreCentering:
             args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1,
             args.global_batch_size // args.data_parallel_size if is_exact else None,
         )
-        return RolloutFeed(source, self.objective, layout, place, notify=print_rank_0)
+        return RolloutFeed(
+            source, self.objective, layout, place, notify=print_rank_0, interrupted=partial(_is_told_to_exit, args)
+        )
 
     def _report_precision(self, args: argparse.Namespace, manifest: Manifest) -> None:
         """Print what numerics both sides run, and stop where they contradict each other."""
@@ -369,6 +372,11 @@ class ScoreCentering:
             micro_batch_size, get_args().seq_length, self.distribution, widths[self.distribution], self.true_vocab_size,
             route_width,
         )  # fmt: skip
+
+
+def _is_told_to_exit(args: argparse.Namespace) -> bool:
+    """Whether this rank received the signal of ``--exit-signal-handler``. Megatron's own question is collective."""
+    return bool(args.exit_signal_handler) and bool(get_signal_handler()._signal_received)
 
 
 def _current_step() -> int:
