@@ -845,7 +845,7 @@ def test_a_second_backward_through_reused_storage_raises():
         out = call(problem, leaf * 1.0, reuse_logits=True)
         out.loss.sum().backward(retain_graph=retain)
         first = leaf.grad.clone()
-        with pytest.raises(RuntimeError, match="needs reuse_logits=False" if retain else "a second time"):
+        with pytest.raises(RuntimeError, match="needs reuse_logits=False"):
             out.loss.sum().backward()
         assert torch.equal(leaf.grad, first)
 
