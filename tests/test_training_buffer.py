@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_sc.rollouts import (
+    BufferRefusedError,
     ExpertRoutes,
     HeadPolicy,
     Manifest,
@@ -22,6 +25,9 @@ from megatron_sc.rollouts import (
     SamplerFingerprint,
 )
 from megatron_sc.rollouts.check import validate_buffer
+from megatron_sc.training.buffer import open_buffer
+from megatron_sc.training.feed import Place
+from megatron_sc.training.rollout_config import RolloutConfig
 from tests.distributed import RankError, run_ranks
 from tests.rollouts import make_rollouts, make_routes
 from tests.test_training import CENTERED, EXACT, assert_same_curve, train, weights  # noqa: F401  (a fixture)
@@ -223,6 +229,28 @@ def test_what_is_left_out_is_counted_in_the_log(tmp_path, capfd):
         writer.write(old[16:])
     from_buffer("--max-staleness 0 --train-iters 2", tmp_path / "stale", 1, tmp_path / "metrics.jsonl")
     assert "> step 1: skipped 4 groups that exceed --max-staleness, 4 so far" in capfd.readouterr().out
+
+
+def opening(path: str, vocabulary: int, cursor: str | None) -> str:
+    """Why a trainer refuses to open a buffer, with the notes of the error."""
+    place = Place(0, 1, dist.group.WORLD, torch.device("cpu"), trains=True)
+    with pytest.raises((BufferRefusedError, ValueError)) as caught:
+        open_buffer(RolloutConfig(rollout_path=path), "head", vocabulary, place, cursor)
+    return "\n".join([str(caught.value), *caught.value.__notes__])
+
+
+def test_a_refused_buffer_is_named_with_the_flags_to_change(buffer, tmp_path):
+    with RolloutReader(buffer) as reader:
+        reader.take(2, step=0)
+        cursor = reader.cursor.to_json()
+    other = fill(tmp_path / "other", steps(1))
+    (vocabulary,) = run_ranks(opening, 1, str(buffer), 31, None)
+    assert f"true_vocab_size is 30; the trainer has 31\n--rollout-path {buffer} was" in vocabulary
+    assert "--true-vocab-size 31" in vocabulary
+    assert "--finetune" not in vocabulary
+    (resumed,) = run_ranks(opening, 1, str(other), 30, cursor.replace('"window_start": 1', '"window_start": 90'))
+    assert f"the cursor has used 91 groups, but only 4 are committed\n--rollout-path {other}" in resumed
+    assert "--finetune" in resumed
 
 
 def test_a_rank_that_cannot_read_stops_all_with_its_reason(tmp_path):

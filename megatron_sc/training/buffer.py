@@ -69,27 +69,33 @@ def open_buffer(
         shards = int(seen.item())
     if not place.reads:
         return OpenedBuffer(manifest, None)
-    reader = RolloutReader(
-        path,
-        rank=place.replica,
-        ranks=place.replicas,
-        cursor=None if cursor is None else Cursor.from_json(cursor),
-        shuffle_window=config.rollout_shuffle_window,
-        seed=config.rollout_seed,
-        max_staleness=config.max_staleness,
-        follow=config.rollout_follow,
-        shards=shards,
-        trainer=Trainer(true_vocab_size=true_vocab_size, tokenizer_hash=config.rollout_tokenizer_hash),
-        policy=config.rollout_policy,
-        share=equal_shares if config.micro_batch_tokens is None else balanced_shares,
-        timeout_seconds=config.rollout_timeout or None,
-    )
+    try:
+        reader = RolloutReader(
+            path,
+            rank=place.replica,
+            ranks=place.replicas,
+            cursor=None if cursor is None else Cursor.from_json(cursor),
+            shuffle_window=config.rollout_shuffle_window,
+            seed=config.rollout_seed,
+            max_staleness=config.max_staleness,
+            follow=config.rollout_follow,
+            shards=shards,
+            trainer=Trainer(true_vocab_size=true_vocab_size, tokenizer_hash=config.rollout_tokenizer_hash),
+            policy=config.rollout_policy,
+            share=equal_shares if config.micro_batch_tokens is None else balanced_shares,
+            timeout_seconds=config.rollout_timeout or None,
+        )
+    except (BufferRefusedError, ValueError) as error:
+        error.add_note(_circumstances(config, true_vocab_size, resumes=cursor is not None))
+        raise
     return OpenedBuffer(manifest, reader)
 
 
 def _open_ledger(path: str, config: RolloutConfig) -> Ledger:
     """Open it, or wait until the first sampler has made it."""
     storage = open_storage(path)
+    if config.rollout_follow and MANIFEST not in _names(storage) and dist.get_rank() == 0:
+        print(f"> waiting for a sampler to make a rollout buffer in {path}", flush=True)
     deadline = time.monotonic() + config.rollout_timeout if config.rollout_timeout else None
     while config.rollout_follow and MANIFEST not in _names(storage):
         if deadline is not None and time.monotonic() > deadline:
@@ -106,6 +112,20 @@ def _open_ledger(path: str, config: RolloutConfig) -> Ledger:
         raise ValueError(
             f"--rollout-path {path}: {error}. Name a buffer, or wait for one with --rollout-follow"
         ) from error
+
+
+def _circumstances(config: RolloutConfig, true_vocab_size: int, resumes: bool) -> str:
+    """The flags that a refusal to open the buffer depends on, and what to change."""
+    tokenizer = config.rollout_tokenizer_hash
+    text = f"--rollout-path {config.rollout_path} was opened with --true-vocab-size {true_vocab_size}" + (
+        f" and --rollout-tokenizer-hash {tokenizer}" if tokenizer is not None else ""
+    )
+    if not resumes:
+        return text
+    return (
+        f"{text}, at the place that the loaded checkpoint holds: go on in the buffer that the checkpoint was trained "
+        "from, or start another one at its beginning with --finetune (optimizer and step start anew, too)"
+    )
 
 
 def _names(storage: Storage) -> list[str]:
