@@ -85,8 +85,11 @@ def test_bad_sampler_names_its_flag(flag):
         from_args(SamplerConfig, parse(flag, "-1", config=SamplerConfig))
 
 
-def refusals(cases: list[str]) -> list[str]:
-    """What ``ScoreCentering.from_args`` says of each command line, through Megatron's own parser."""
+def refusals(cases: list[str], settings: dict[str, dict[str, object]]) -> list[str]:
+    """What ``ScoreCentering.from_args`` says of each command line, through Megatron's own parser.
+
+    ``settings`` changes a case's parsed arguments where Megatron refuses the flag without a GPU.
+    """
     import sys
     from unittest import mock
 
@@ -100,6 +103,7 @@ def refusals(cases: list[str]) -> list[str]:
         with mock.patch.object(sys, "argv", ["train", *TINY.split(), *case.split()]):
             args = parse_args(extra_args_provider=add_arguments)
             validate_args(args)
+        vars(args).update(settings.get(case, {}))
         try:
             ScoreCentering.from_args(args)
             messages.append("")
@@ -128,7 +132,44 @@ def test_contradictions_are_refused_before_training():
         f"{start} --samples-per-prompt 2 --rollout-path a --sampler int8": "--sampler is the embedded sampler's",
         f"{start} --samples-per-prompt 2 --head-size 31": "--head-size 31 exceeds --true-vocab-size 30",
     }
-    (messages,) = run_ranks(refusals, 1, list(cases), megatron=True)
+    (messages,) = run_ranks(refusals, 1, list(cases), {}, megatron=True)
     for (case, expected), message in zip(cases.items(), messages, strict=True):
         assert expected in message, case
         assert bool(expected) == bool(message), case
+
+
+def test_what_cannot_train_from_rollouts_is_refused():
+    start = "--loss-correction score_centering --micro-batch-size 2 --train-iters 1 --prompts-per-step 4"
+    recorded = f"{start} --samples-per-prompt 2 --rollout-path a"
+    packed = f"{recorded} --micro-batch-tokens 64"
+    cases = (
+        (f"{recorded} ", {"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration captures"),
+        (f"{recorded}  ", {"rampup_batch_size": [2, 2, 8]}, "--rampup-batch-size and --step-batch-size-schedule"),
+        (f"{packed} ", {"cuda_graph_impl": "local"}, "remove it or --cuda-graph-impl"),
+        (f"{packed}  ", {"tp_comm_overlap": True}, "remove it or --tp-comm-overlap"),
+    )
+    settings = {case: given for case, given, _ in cases}
+    (messages,) = run_ranks(refusals, 1, list(settings), settings, megatron=True)
+    for (case, _, expected), message in zip(cases, messages, strict=True):
+        assert expected in message, case
+
+
+def micro_batch_groups() -> list[int]:
+    from argparse import Namespace
+
+    from megatron_sc.training.plugin import _micro_batch_group
+
+    def group(virtual: int | None, given: int | None) -> int:
+        return _micro_batch_group(
+            Namespace(
+                virtual_pipeline_model_parallel_size=virtual,
+                microbatch_group_size_per_vp_stage=given,
+                pipeline_model_parallel_size=4,
+            )
+        )
+
+    return [group(None, None), group(2, None), group(2, 6)]
+
+
+def test_an_interleaved_pipeline_runs_whole_groups_of_micro_batches():
+    assert run_ranks(micro_batch_groups, 1, megatron=True) == [[1, 4, 6]]

@@ -175,7 +175,9 @@ def broadcast(batch: Batch | None, layout: BatchLayout, group: dist.ProcessGroup
         packed = torch.empty(size, dtype=torch.int32, device=device)
     else:
         parts = [getattr(batch, name).contiguous().view(-1).view(torch.int32) for name in shapes]
-        packed = torch.cat(parts).to(device, non_blocking=True)
+        staging = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        # From memory that is not pinned the copy would hold up the host until the device has reached it.
+        packed = torch.cat(parts, out=staging).to(device, non_blocking=True)
     if dist.get_world_size(group) > 1:
         dist.broadcast(packed, src=dist.get_process_group_ranks(group)[0], group=group)
     received, offset = {}, 0

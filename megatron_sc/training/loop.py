@@ -266,13 +266,14 @@ class TrainableTokens:
 
     def __init__(self) -> None:
         self._count: Tensor | None = None
+        self._none = False
 
     def watch(self, finalize_model_grads: Callable[..., None]) -> Callable[..., None]:
         """Wrap ``finalize_model_grads(model, num_tokens, ...)``, which sums ``num_tokens`` over ranks in place."""
 
         def watched(model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
             finalize_model_grads(model, num_tokens, *args, **kwargs)
-            self._count = num_tokens
+            self._count, self._none = num_tokens, False
 
         return watched
 
@@ -284,13 +285,14 @@ class TrainableTokens:
         """
 
         def guarded() -> tuple[bool, Any, Any]:
-            return (False, 0.0, 0) if self.are_none() else step()  # (successful, gradient norm, zeros in it)
+            self._none = self._count is not None and self._count.item() == 0
+            return (False, 0.0, 0) if self._none else step()  # (successful, gradient norm, zeros in it)
 
         return guarded
 
     def are_none(self) -> bool:
-        """Whether tokens were counted and there were none."""
-        return self._count is not None and self._count.item() == 0
+        """Whether tokens were counted and there were none, as read when the optimizer's turn came."""
+        return self._none
 
 
 class MetricsFile:

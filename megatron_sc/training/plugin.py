@@ -101,6 +101,16 @@ class ScoreCentering:
                 f"configuration file set them to {args.calculate_per_token_loss} and {args.dataloader_type}"
             )
         check_head(args)
+        if args.cuda_graph_impl == "full_iteration":
+            raise ValueError(
+                "--cuda-graph-impl full_iteration captures the loading of micro-batches, which rollouts do not go "
+                "through; use local or transformer_engine"
+            )
+        if args.rampup_batch_size is not None or args.step_batch_size_schedule is not None:
+            raise ValueError(
+                "--rampup-batch-size and --step-batch-size-schedule change the samples of a step, but a step takes "
+                "--prompts-per-step x --samples-per-prompt rollouts from the first on; remove them"
+            )
         if getattr(args, "perform_rl_step", False):
             raise ValueError(
                 "--perform-rl-step samples with Megatron's own engine, which does not keep the token ids of the "
@@ -160,11 +170,15 @@ class ScoreCentering:
                     "--micro-batch-tokens makes micro-batches of different shapes, which --moe-token-dispatcher-type "
                     "allgather cannot take; use alltoall"
                 )
-            if args.cuda_graph_impl != "none":
-                raise ValueError(
-                    "--micro-batch-tokens makes micro-batches of different shapes, which a captured graph cannot take; "
-                    "remove it or --cuda-graph-impl"
-                )
+            for flag, given, what in (
+                ("--cuda-graph-impl", args.cuda_graph_impl != "none", "a captured graph"),
+                ("--tp-comm-overlap", args.tp_comm_overlap, "Transformer Engine's communication buffers"),
+            ):
+                if given:
+                    raise ValueError(
+                        f"--micro-batch-tokens makes micro-batches of different shapes, which {what} cannot take; "
+                        f"remove it or {flag}"
+                    )
 
     def _check_embedded(self, args: argparse.Namespace) -> None:
         for flag, given in (
@@ -321,7 +335,7 @@ class ScoreCentering:
             batch,
             self.rollouts.micro_batch_tokens,
             alignment(args),
-            args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1,
+            _micro_batch_group(args),
             args.global_batch_size // args.data_parallel_size if is_exact else None,
         )
         return RolloutFeed(
@@ -377,6 +391,13 @@ class ScoreCentering:
 def _is_told_to_exit(args: argparse.Namespace) -> bool:
     """Whether this rank received the signal of ``--exit-signal-handler``. Megatron's own question is collective."""
     return bool(args.exit_signal_handler) and bool(get_signal_handler()._signal_received)
+
+
+def _micro_batch_group(args: argparse.Namespace) -> int:
+    """What the number of micro-batches is a multiple of, as Megatron's interleaved schedule demands."""
+    if not args.virtual_pipeline_model_parallel_size:
+        return 1
+    return args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
 
 
 def _current_step() -> int:
