@@ -458,3 +458,15 @@ def test_balanced_shares_hold_equally_many_groups_and_about_equal_tokens():
     assert abs(sum(ref.tokens for ref in shares[0]) - sum(tokens) / 2) <= 2
     with pytest.raises(ValueError, match="8 groups a step do not divide over 3 data-parallel ranks"):
         balanced_shares(groups, 3)
+
+
+def test_another_buffer_with_an_equal_manifest_is_told_apart(tmp_path):
+    for name, first in (("one", 0), ("other", 10)):
+        fill(tmp_path / name, range(first, first + 6))
+    with RolloutReader(tmp_path / "one") as reader:
+        reader.take(4, 0)
+        cursor = Cursor.from_json(reader.cursor.to_json())
+    with RolloutReader(tmp_path / "one", cursor=cursor) as reader:
+        assert numbers(reader.take(2, 1)) == [4, 5]
+    with pytest.raises(ValueError, match=r"saved for another buffer than .*other: other shards were committed to it"):
+        RolloutReader(tmp_path / "other", cursor=cursor)

@@ -285,7 +285,7 @@ def test_an_interrupted_demo_stops_its_runs_and_keeps_their_files(tmp_path: Path
         time.sleep(0.1)
     time.sleep(0.5)
     process.send_signal(signum)
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=180)
     assert process.returncode == 130
     assert "Interrupted" in text
     assert '"method": "tis"' in (output / "metrics.jsonl").read_text()

@@ -37,6 +37,10 @@ class Recorded:
         self._after -= 1
         return "waiting" if self._after >= 0 else "ready"
 
+    def why_ended(self, step: int) -> str:
+        """See ``StepSource``."""
+        return "there are no more"
+
     def rollouts(self, step: int) -> Sequence[Rollout]:
         """See ``StepSource``."""
         self.taken += 1
@@ -138,7 +142,12 @@ def one_rank() -> None:
     with pytest.raises(RolloutError, match=r"group 0 has .* tokens but --seq-length is 16"):
         alone(Recorded(long), layout()).begin_step(0)
     ended = Recorded(rollouts, ends=True)
-    assert alone(ended, layout()).begin_step(0) is None
+    with pytest.raises(RolloutError, match="step 0: nothing to train on: there are no more"):
+        alone(ended, layout()).begin_step(0)
+    said: list[str] = []
+    place = Place(0, 1, dist.group.WORLD, CPU, True)
+    assert RolloutFeed(ended, OBJECTIVE, layout(), place, notify=said.append, resumed=True).begin_step(4) is None
+    assert said == ["> step 4: there are no more; training ends"]
     assert ended.taken == 0
     fixed = alone(Recorded(rollouts[:3]), layout(None))  # dropped ones leave empty rows
     assert fixed.begin_step(0) == 2

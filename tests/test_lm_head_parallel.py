@@ -278,6 +278,8 @@ def make_batch(distribution: str, seed: int) -> Any:
         ids=rows(problem.sampler.ids, torch.int32),
         logprobs=rows(problem.sampler.logprobs),
         log_tail_mass=torch.full((BATCH, LENGTH), torch.nan),
+        padding=torch.zeros((BATCH, LENGTH), dtype=torch.int32),
+        routes=torch.zeros((BATCH, LENGTH, 0), dtype=torch.int32),
         per_rollout=torch.full((BATCH, len(Batch.PER_ROLLOUT)), torch.nan),
     )
 

@@ -325,8 +325,8 @@ def publish(root: Path, version: int) -> None:
 def read_groups(path: Path, count: int) -> list[list[Any]]:
     """Wait for so many groups."""
     deadline = threading.Event()
-    for _ in range(300):
-        if (path / "ledger.jsonl").exists():
+    for _ in range(2400):
+        if (path / "manifest.json").exists():  # the ledger is made before it
             with RolloutReader(path) as reader:
                 try:
                     return [group.rollouts() for group in reader.take(count, 0)]

@@ -11,11 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
 from megatron_sc.rollouts import (
-    BufferRefusedError,
     ExpertRoutes,
     HeadPolicy,
     Manifest,
@@ -23,11 +20,10 @@ from megatron_sc.rollouts import (
     RolloutReader,
     RolloutWriter,
     SamplerFingerprint,
+    Trainer,
 )
 from megatron_sc.rollouts.check import validate_buffer
-from megatron_sc.training.buffer import open_buffer
-from megatron_sc.training.feed import Place
-from megatron_sc.training.rollout_config import RolloutConfig
+from megatron_sc.training.feed import BufferSource
 from tests.distributed import RankError, run_ranks
 from tests.rollouts import make_rollouts, make_routes
 from tests.test_training import CENTERED, EXACT, assert_same_curve, train, weights  # noqa: F401  (a fixture)
@@ -217,40 +213,24 @@ def test_what_the_embedded_sampler_records_is_a_valid_buffer(weights, tmp_path):
             assert line[key] == pytest.approx(reference[key], rel=EXACT, abs=EXACT), (key, line["step"])
 
 
-def test_what_is_left_out_is_counted_in_the_log(tmp_path, capfd):
+def test_what_is_left_out_is_counted(tmp_path):
     made = steps(3)
-    old = [replace(r, weight_version=r.weight_version + (step > 0)) for step, s in enumerate(made) for r in s]
-    buffer = fill(tmp_path / "buffer", [old[:8], old[8:16], old[16:]])
-    from_buffer("--max-staleness 0 --train-iters 1", buffer, 1, tmp_path / "metrics.jsonl")
-    assert "groups that exceed" not in capfd.readouterr().out
-    with RolloutWriter(tmp_path / "stale", Manifest(30, heads=HeadPolicy.lossless(8))) as writer:
-        writer.write(old[:8])
-        writer.write([replace(r, weight_version=r.weight_version * 0) for r in old[8:16]])
-        writer.write(old[16:])
-    from_buffer("--max-staleness 0 --train-iters 2", tmp_path / "stale", 1, tmp_path / "metrics.jsonl")
-    assert "> step 1: skipped 4 groups that exceed --max-staleness, 4 so far" in capfd.readouterr().out
-
-
-def opening(path: str, vocabulary: int, cursor: str | None) -> str:
-    """Why a trainer refuses to open a buffer, with the notes of the error."""
-    place = Place(0, 1, dist.group.WORLD, torch.device("cpu"), trains=True)
-    with pytest.raises((BufferRefusedError, ValueError)) as caught:
-        open_buffer(RolloutConfig(rollout_path=path), "head", vocabulary, place, cursor)
-    return "\n".join([str(caught.value), *caught.value.__notes__])
-
-
-def test_a_refused_buffer_is_named_with_the_flags_to_change(buffer, tmp_path):
-    with RolloutReader(buffer) as reader:
-        reader.take(2, step=0)
-        cursor = reader.cursor.to_json()
-    other = fill(tmp_path / "other", steps(1))
-    (vocabulary,) = run_ranks(opening, 1, str(buffer), 31, None)
-    assert f"true_vocab_size is 30; the trainer has 31\n--rollout-path {buffer} was" in vocabulary
-    assert "--true-vocab-size 31" in vocabulary
-    assert "--finetune" not in vocabulary
-    (resumed,) = run_ranks(opening, 1, str(other), 30, cursor.replace('"window_start": 1', '"window_start": 90'))
-    assert f"the cursor has used 91 groups, but only 4 are committed\n--rollout-path {other}" in resumed
-    assert "--finetune" in resumed
+    made[1] = [replace(r, weight_version=r.weight_version + 1) for r in made[1]]
+    made[2][0] = replace(made[2][0], prompt_ids=np.resize(made[2][0].prompt_ids, 20))
+    said: list[str] = []
+    trainer = Trainer(max_tokens=16)
+    with RolloutReader(fill(tmp_path / "buffer", made), max_staleness=0, trainer=trainer, policy="drop") as reader:
+        source = BufferSource(reader, 4, said.append)
+        assert len(source.rollouts(1)) == 8
+        assert len(reader.cursor.to_json()) > 0
+        assert reader.poll(4, 0) == "ready"
+    with RolloutReader(tmp_path / "buffer", trainer=trainer, policy="drop") as reader:
+        source = BufferSource(reader, 12, said.append)
+        assert len(source.rollouts(0)) == 22  # its group goes whole
+    assert said == [
+        "> step 1: skipped 4 groups that exceed --max-staleness, 4 so far",
+        "> step 0: left out 2 rollouts that failed validation, 2 so far on this rank",
+    ]
 
 
 def test_a_rank_that_cannot_read_stops_all_with_its_reason(tmp_path):
@@ -260,7 +240,7 @@ def test_a_rank_that_cannot_read_stops_all_with_its_reason(tmp_path):
     buffer = fill(tmp_path / "buffer", [made[0][:6] + [replace(r, group_id=9) for r in long]])
     with pytest.raises(RankError) as caught:
         from_buffer("", buffer, 2, tmp_path / "metrics.jsonl")
-    assert "tokens but --seq-length is 16" in str(caught.value)
+    assert "the trainer takes at most 16 (--seq-length)" in str(caught.value)
     assert "another rank could not read its rollouts" in str(caught.value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import dataclasses
 import io
 import linecache
 import os
@@ -54,9 +55,14 @@ def _from_recorded_rollouts(args: argparse.Namespace) -> argparse.Namespace:
 
     The embedded sampler allows less, so what it refuses is left to the start of the job.
     """
+    from ..sampling import SamplerConfig
+
     copy = argparse.Namespace(**vars(args))
     if copy.rollout_path is None and copy.rollout_record is None:
         copy.rollout_path = "named at the start"
+        for field in dataclasses.fields(SamplerConfig):
+            if field.name.startswith("sampler"):
+                setattr(copy, field.name, field.default)
     return copy
 
 

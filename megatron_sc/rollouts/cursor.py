@@ -24,6 +24,7 @@ class Cursor:
         window_size: groups in it; 0: the window is not begun.
         taken: groups of the window that were used or skipped.
         skipped: groups that were skipped as too stale, all in all.
+        ledger: digest of the buffer's ledger up to the window's last group: it tells apart buffers of one manifest.
     """
 
     manifest: str
@@ -32,6 +33,7 @@ class Cursor:
     window_size: int = 0
     taken: int = 0
     skipped: int = 0
+    ledger: str = ""
 
     def __post_init__(self) -> None:
         counts = (self.window_start, self.window_size, self.taken, self.skipped)

@@ -48,6 +48,12 @@ class Ledger:
     Args:
         storage: the buffer.
 
+    Attributes:
+        manifest: of the buffer.
+        shards: that are committed, in order.
+        checks: of each shard's line: a digest of the ledger up to it.
+        closed: whether no shard will follow.
+
     Raises:
         BufferRefusedError: if there is no buffer, or its manifest or ledger is damaged.
     """
@@ -60,6 +66,7 @@ class Ledger:
             rule = f"no such file in {storage.url}: not a rollout buffer"
             raise BufferRefusedError(Problem(rule, MANIFEST)) from error
         self.shards: list[ShardEntry] = []
+        self.checks: list[str] = []
         self.closed = False
         self._check = self.manifest.digest
         self._lines = 0
@@ -121,7 +128,8 @@ class Ledger:
             self._apply(lines)
             self._seen = seen
             if self.closed:
-                raise BufferRefusedError(Problem("the buffer is closed", self._storage.ledger_name))
+                rule = f"{self._storage.url} was ended (finish_buffer): write to another buffer"
+                raise BufferRefusedError(Problem(rule, self._storage.ledger_name))
             return json.dumps({**body, "check": _check(self._check, body)}, separators=(",", ":")).encode()
 
         self._storage.append(line_after, self._seen)
@@ -145,6 +153,7 @@ class Ledger:
             else:
                 try:
                     self.shards.append(ShardEntry(**body))
+                    self.checks.append(check)
                 except TypeError as error:
                     raise BufferRefusedError(Problem(f"line {row}: {error}", file)) from error
             self._check = check

@@ -186,7 +186,8 @@ class RolloutReader:
         self._ledger = Ledger(self._storage)
         self._limit = shards if shards is not None or follow else len(self._ledger.shards)
         self.manifest = self._ledger.manifest
-        check_fingerprint(self.manifest, trainer or Trainer())
+        self._trainer = trainer or Trainer()
+        check_fingerprint(self.manifest, self._trainer)
         self._cursor = cursor or Cursor(self.manifest.digest, seed)
         if self._cursor.manifest != self.manifest.digest:
             raise ValueError(f"the cursor was saved for another buffer than {self._storage.url}: its manifest differs")
@@ -197,6 +198,10 @@ class RolloutReader:
                     self._storage.ledger_name,
                 )
             )
+        if self._cursor.ledger and self._cursor.ledger != self._ledger_check(self._cursor):
+            raise ValueError(
+                f"the cursor was saved for another buffer than {self._storage.url}: other shards were committed to it"
+            )
         self._shards: dict[int, Shard] = {}
         self._places: dict[int, tuple[int, int, int]] = {}
         self._prefetcher: Prefetcher[tuple[int, int], tuple[RolloutTable, Bool]] = Prefetcher(
@@ -204,6 +209,11 @@ class RolloutReader:
         )
         self._waiting_since: float | None = None
         self.dropped = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing will be committed to the buffer any more."""
+        return self._ledger.closed
 
     @property
     def cursor(self) -> Cursor:
@@ -226,6 +236,7 @@ class RolloutReader:
             TimeoutError: see ``timeout_seconds``.
         """
         chosen, cursor = self._plan(groups, step)
+        cursor = replace(cursor, ledger=self._ledger_check(cursor))
         mine = self._share(chosen, self._ranks)[self._rank]
         result = [group for ref in mine if (group := self._load(ref)) is not None]
         self._cursor = cursor
@@ -252,8 +263,12 @@ class RolloutReader:
             raise TimeoutError(f"{self._storage.url}: nothing was committed for {self._timeout} s")
         return self._availability(groups, step)
 
+    def left(self, groups: int, step: int) -> int:
+        """How many of a step's groups are there: at most ``groups``."""
+        return len(self._plan(groups, step, wait=False)[0])
+
     def _availability(self, groups: int, step: int) -> Availability:
-        if len(self._plan(groups, step, wait=False)[0]) == groups:
+        if self.left(groups, step) == groups:
             return "ready"
         return "waiting" if self._follow and not self._ledger.closed else "ended"
 
@@ -292,6 +307,12 @@ class RolloutReader:
             if not stale:
                 chosen.append(ref)
         return chosen, cursor
+
+    def _ledger_check(self, cursor: Cursor) -> str:
+        """Digest of the ledger up to the last group of the cursor's window; empty where there is none."""
+        ends = np.cumsum([entry.groups for entry in self._ledger.shards])
+        known = cursor.window_start + cursor.window_size
+        return self._ledger.checks[int(np.searchsorted(ends, known))] if known else ""
 
     def _groups(self) -> int:
         return sum(entry.groups for entry in self._ledger.shards[: self._limit])
@@ -359,8 +380,9 @@ class RolloutReader:
         shard = self._shard(key[0])
         table = read_row_group(shard, key[1])
         problems, bad_rows = find_problems(
-            table, self.manifest, encoded=True, file=shard.name, first_row=shard.first_row(key[1])
-        )
+            table, self.manifest, encoded=True, file=shard.name, first_row=shard.first_row(key[1]),
+            max_tokens=self._trainer.max_tokens,
+        )  # fmt: skip
         return table, apply_policy(self._policy, problems, bad_rows, table, self.manifest, self._storage)
 
     def _look_ahead(self, groups: int, step: int) -> None:

@@ -48,6 +48,7 @@ class Trainer:
         top_p: of the sampler that the trainer expects.
         top_k: of the sampler that the trainer expects; 0: none.
         tokenizer_hash: as in the manifest.
+        max_tokens: most that a rollout's prompt and response may have together.
     """
 
     true_vocab_size: int | None = None
@@ -55,6 +56,7 @@ class Trainer:
     top_p: float | None = None
     top_k: int | None = None
     tokenizer_hash: str | None = None
+    max_tokens: int | None = None
 
 
 def check_fingerprint(manifest: Manifest, trainer: Trainer) -> None:
@@ -86,7 +88,13 @@ def check_fingerprint(manifest: Manifest, trainer: Trainer) -> None:
 
 
 def find_problems(
-    table: RolloutTable, manifest: Manifest, *, encoded: bool, file: str = "", first_row: int = 0
+    table: RolloutTable,
+    manifest: Manifest,
+    *,
+    encoded: bool,
+    file: str = "",
+    first_row: int = 0,
+    max_tokens: int | None = None,
 ) -> tuple[list[Problem], Bool]:
     """Check rollouts.
 
@@ -96,6 +104,7 @@ def find_problems(
         encoded: whether the heads went through the codec, so that rounding is allowed for.
         file: named in the problems.
         first_row: row of the file at which the table begins.
+        max_tokens: most that a prompt and its response may have together; None: any number.
 
     Returns:
         One problem for each rule that is violated, at its first place, in the order of the rules; and bool ``[n]``:
@@ -103,6 +112,10 @@ def find_problems(
     """
     findings = _Findings(table, file, first_row)
     _check_lengths(findings, manifest)
+    if max_tokens is not None:
+        tokens = table.prompt_ids.sizes + table.response_ids.sizes
+        rule = f"the trainer takes at most {max_tokens} (--seq-length)"
+        findings.by_row(tokens > max_tokens, "tokens of prompt and response", lambda i: tokens[i], rule)
     sound = ~findings.bad_rows
     if not sound.all():  # what follows indexes by position: go on with the rows whose lengths agree
         rows = np.flatnonzero(sound)

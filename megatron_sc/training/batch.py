@@ -99,7 +99,27 @@ class Batch:
         return Batch(**{field.name: flatten(field.name) for field in fields(self)})
 
 
-def collate(rollouts: Sequence[Rollout], advantages: Sequence[float], step: int, layout: BatchLayout) -> Batch:
+def check_rollout(rollout: Rollout, layout: BatchLayout) -> None:
+    """Refuse a rollout that ``collate`` could not take.
+
+    Raises:
+        RolloutError: naming the rollout, the position and the field, or the flag it contradicts.
+    """
+    name = f"rollout of group {rollout.group_id}"
+    if len(rollout) > layout.seq_length:
+        raise RolloutError(
+            f"{name} has {len(rollout)} tokens but --seq-length is {layout.seq_length}; raise it, or leave the rollout "
+            "out (--rollout-policy drop)"
+        )
+    _check_values(rollout, layout, name)
+    _recorded(rollout, layout, name)
+    if layout.route_width:
+        _routes(rollout, layout, name)
+
+
+def collate(
+    rollouts: Sequence[Rollout], advantages: Sequence[float], step: int, layout: BatchLayout, *, checked: bool = False
+) -> Batch:
     """Shift rollouts to prediction positions and pad them to ``layout``; CPU tensors.
 
     Args:
@@ -107,6 +127,7 @@ def collate(rollouts: Sequence[Rollout], advantages: Sequence[float], step: int,
         advantages: one a rollout.
         step: the trainer's step, for the staleness of each token.
         layout: see ``BatchLayout``.
+        checked: ``check_rollout`` has seen the rollouts.
 
     Raises:
         RolloutError: for a rollout that does not fit or lacks what ``--sampler-distribution`` needs. Nothing is cut.
@@ -131,11 +152,8 @@ def collate(rollouts: Sequence[Rollout], advantages: Sequence[float], step: int,
     }
     for i, (rollout, advantage) in enumerate(zip(rollouts, advantages, strict=True)):
         name = f"rollout of group {rollout.group_id}"
-        if len(rollout) > s:
-            raise RolloutError(
-                f"{name} has {len(rollout)} tokens but --seq-length is {s}; raise it, or leave the rollout out"
-            )
-        _check_values(rollout, layout, name)
+        if not checked:
+            check_rollout(rollout, layout)
         prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)
         at = slice(prompt - 1, prompt - 1 + response)  # response token j is predicted at position P - 1 + j
         values["tokens"][i, :prompt] = rollout.prompt_ids

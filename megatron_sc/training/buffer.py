@@ -31,7 +31,12 @@ class OpenedBuffer:
 
 
 def open_buffer(
-    config: RolloutConfig, distribution: Distribution, true_vocab_size: int, place: Place, cursor: str | None
+    config: RolloutConfig,
+    distribution: Distribution,
+    true_vocab_size: int,
+    max_tokens: int,
+    place: Place,
+    cursor: str | None,
 ) -> OpenedBuffer:
     """Collective over all ranks.
 
@@ -42,6 +47,7 @@ def open_buffer(
         config: the buffer's settings.
         distribution: ``--sampler-distribution``.
         true_vocab_size: the trainer's.
+        max_tokens: ``--seq-length``.
         place: of this rank.
         cursor: saved with the checkpoint; None: from the beginning.
 
@@ -80,7 +86,9 @@ def open_buffer(
             max_staleness=config.max_staleness,
             follow=config.rollout_follow,
             shards=shards,
-            trainer=Trainer(true_vocab_size=true_vocab_size, tokenizer_hash=config.rollout_tokenizer_hash),
+            trainer=Trainer(
+                true_vocab_size=true_vocab_size, tokenizer_hash=config.rollout_tokenizer_hash, max_tokens=max_tokens
+            ),
             policy=config.rollout_policy,
             share=equal_shares if config.micro_batch_tokens is None else balanced_shares,
             timeout_seconds=config.rollout_timeout or None,

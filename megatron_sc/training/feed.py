@@ -8,6 +8,7 @@ comes, on tensor-parallel rank 0, and broadcast from there.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from ..rollouts import Rollout, RolloutError, RolloutReader
 from ..rollouts.reader import Availability
 from .agreement import Status, agree
-from .batch import Batch, BatchLayout, collate
+from .batch import Batch, BatchLayout, check_rollout, collate
 from .config import ObjectiveConfig
 from .packing import PackedMicroBatch, pack_by_tokens, pack_in_order, spread
 from .source import RolloutSource, step_advantages
@@ -38,6 +39,10 @@ class StepSource(Protocol):
 
     def rollouts(self, step: int) -> Sequence[Rollout]:
         """See ``RolloutSource``."""
+        ...
+
+    def why_ended(self, step: int) -> str:
+        """Why ``poll(step)`` says "ended"."""
         ...
 
 
@@ -58,6 +63,12 @@ class BufferSource:
     def poll(self, step: int) -> Availability:
         """See ``StepSource``."""
         return self.reader.poll(self._groups, step)
+
+    def why_ended(self, step: int) -> str:
+        """See ``StepSource``."""
+        left = self.reader.left(self._groups, step)
+        text = f"a step takes {self._groups} groups (--prompts-per-step), but the rollout buffer has {left} left"
+        return text if self.reader.closed else f"{text} (--rollout-follow waits for more)"
 
     def rollouts(self, step: int) -> Sequence[Rollout]:
         """The next groups; they are behind the reader's cursor afterwards."""
@@ -86,6 +97,10 @@ class AlwaysReady:
     def poll(self, step: int) -> Availability:
         """See ``StepSource``."""
         return "ready"
+
+    def why_ended(self, step: int) -> str:
+        """See ``StepSource``; it never ends."""
+        raise NotImplementedError
 
     def rollouts(self, step: int) -> Sequence[Rollout]:
         """See ``RolloutSource``."""
@@ -146,6 +161,7 @@ class RolloutFeed:
         poll_seconds: between looks at a source that is waiting.
         notify: called with a line of text when the wait begins, and when nothing follows.
         interrupted: whether this rank was told to exit; asked while waiting.
+        resumed: whether earlier steps were trained: then a source that has ended is no error.
     """
 
     def __init__(
@@ -157,10 +173,12 @@ class RolloutFeed:
         poll_seconds: float = 1.0,
         notify: Callable[[str], None] = print,
         interrupted: Callable[[], bool] = lambda: False,
+        resumed: bool = False,
     ):
         self.source = source
         self._objective, self._layout, self._place = objective, layout, place
         self._poll, self._notify, self._interrupted = poll_seconds, notify, interrupted
+        self._resumed = resumed
         self._step = -1
         self._rollouts: list[Rollout] = []
         self._advantages: list[float] = []
@@ -194,7 +212,8 @@ class RolloutFeed:
             waited. Then training must end: what was taken for this step is not behind the cursor that was saved.
 
         Raises:
-            RolloutError: for rollouts that cannot be trained on, on the rank that read them.
+            RolloutError: for rollouts that cannot be trained on, on the rank that read them; and where the source has
+                ended before the first step.
             RuntimeError: on the other ranks then, and where two ranks that read for the same data-parallel rank hold
                 different rollouts.
         """
@@ -216,7 +235,10 @@ class RolloutFeed:
                     f"step {step}: another rank could not read its rollouts; its error says why"
                 )
             if agreed.status == Status.ENDED:
-                self._notify(f"> step {step}: the rollout buffer has ended")
+                reason = "the rollouts are used up" if self.source is None else self.source.why_ended(step)
+                if self._step < 0 and not self._resumed:
+                    raise RolloutError(f"step {step}: nothing to train on: {reason}")
+                self._notify(f"> step {step}: {reason}; training ends")
                 return None
             if agreed.status == Status.WAITING and agreed.interrupted:
                 self._notify(f"> step {step}: told to exit while waiting for rollouts")
@@ -250,7 +272,8 @@ class RolloutFeed:
             return None, layout
         chosen = self._packed[index].rollouts
         rollouts = [self._rollouts[i] for i in chosen]
-        return collate(rollouts, [self._advantages[i] for i in chosen], self._step, layout), layout
+        advantages = [self._advantages[i] for i in chosen]
+        return collate(rollouts, advantages, self._step, layout, checked=True), layout
 
     def _take(self, step: int) -> tuple[Status, int]:
         """This rank's share, if it is there and not yet taken."""
@@ -268,14 +291,10 @@ class RolloutFeed:
                 f"{wanted} (--global-batch-size / data-parallel size). --micro-batch-tokens packs any number"
             )
         lengths = [len(rollout) for rollout in rollouts]
-        longest = self._layout.batch.seq_length
-        for rollout in rollouts:
-            if len(rollout) > longest:
-                raise RolloutError(
-                    f"step {step}: a rollout of group {rollout.group_id} has {len(rollout)} tokens but --seq-length is "
-                    f"{longest}; raise it, or leave the rollout out"
-                )
         fixed = self._layout.batch
+        width = fixed.width if fixed.distribution not in ("head", "support") else sys.maxsize  # it follows the heads
+        for rollout in rollouts:  # all of them now, when all ranks can still stop together
+            check_rollout(rollout, replace(fixed, width=width))
         if self._layout.budget is None:
             self._packed = pack_in_order(len(rollouts), fixed.micro_batch_size, fixed.seq_length)
         else:

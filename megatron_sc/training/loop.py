@@ -89,7 +89,14 @@ def hooked_training_loop(metrics_path: str | os.PathLike[str] | None = None) -> 
         yield
 
 
-HOOKED = ("setup_model_and_optimizer", "train_step", "training_log", "evaluate_and_print_results", "evaluate")
+HOOKED = (
+    "setup_model_and_optimizer",
+    "train_step",
+    "training_log",
+    "evaluate_and_print_results",
+    "evaluate",
+    "save_checkpoint",
+)
 """Functions of ``megatron.training.training``."""
 
 
@@ -232,6 +239,16 @@ class _Hooks:
             **kwargs,
         )
 
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the first rank's place in the buffer on all ranks: it is the same wherever rollouts are read."""
+        from megatron.training import get_args
+
+        if getattr(get_args(), "rollout_path", None) is not None:
+            cursor = [getattr(get_args(), "rollout_cursor", None)]
+            torch.distributed.broadcast_object_list(cursor, src=0)
+            get_args().rollout_cursor = cursor[0]
+        return self._stock["save_checkpoint"](*args, **kwargs)
+
     def evaluate_and_print_results(
         self,
         prefix: str,
@@ -314,7 +331,11 @@ class MetricsFile:
 
     def open(self, iteration: int) -> None:
         """Drop the lines of steps after ``iteration``, and a line that an interruption tore; then append."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()
+        except OSError as error:
+            raise OSError(f"--metrics-jsonl {self.path} cannot be written: {error}") from error
         kept = [record for record in self._read() if record["step"] <= iteration]
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_text("".join(map(_line, kept)))

@@ -159,7 +159,10 @@ class ScoreCentering:
         for name in ("sampler", "sampler_precision", "sampler_noise", "sampler_staleness"):
             if self._make_source is None and getattr(self.sampler, name) != getattr(SamplerConfig, name):
                 flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} is the embedded sampler's, but rollouts come from --rollout-path; remove it")
+                raise ValueError(
+                    f"{flag} is the embedded sampler's, but rollouts come from --rollout-path; remove it (where a "
+                    f"configuration file sets it, with another file: flags: {{{flag[2:]}: null}})"
+                )
         if args.iterations_to_skip:
             raise ValueError("--iterations-to-skip would skip a step but not its rollouts; remove it")
         if self.rollouts.micro_batch_tokens is None:
@@ -321,7 +324,12 @@ class ScoreCentering:
         else:
             assert self.rollouts.rollout_path is not None
             opened = open_buffer(
-                self.rollouts, self.distribution, self.true_vocab_size, place, getattr(args, "rollout_cursor", None)
+                self.rollouts,
+                self.distribution,
+                self.true_vocab_size,
+                args.seq_length,
+                place,
+                getattr(args, "rollout_cursor", None),
             )
             if opened.reader is not None:
                 is_first = _is_first_stage(None) and mpu.get_context_parallel_rank() == 0
@@ -339,8 +347,9 @@ class ScoreCentering:
             args.global_batch_size // args.data_parallel_size if is_exact else None,
         )
         return RolloutFeed(
-            source, self.objective, layout, place, notify=print_rank_0, interrupted=partial(_is_told_to_exit, args)
-        )
+            source, self.objective, layout, place, notify=print_rank_0, interrupted=partial(_is_told_to_exit, args),
+            resumed=args.iteration > 0,
+        )  # fmt: skip
 
     def _report_precision(self, args: argparse.Namespace, manifest: Manifest) -> None:
         """Print what numerics both sides run, and stop where they contradict each other."""
