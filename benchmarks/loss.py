@@ -369,7 +369,14 @@ class _Given(torch.autograd.Function):
 
 
 def _whole(local: Tensor, at: Positions, group: Any) -> Tensor:
-    """All ranks' columns ``[n, V]`` in float64 on the CPU."""
+    """All ranks' columns ``[n, V]`` in float64 on the CPU.
+
+    One rank gathers nothing: gloo copies in a thread of its own, which leaves a second team of OpenMP threads behind.
+    With more threads than cores libgomp stops spinning between parallel regions, and methods of many small operations
+    pay.
+    """
+    if dist.get_world_size(group) == 1:
+        return local[:, : at.shard.size].double().cpu()
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, local.contiguous(), group=group)
     return torch.cat(parts, dim=1)[:, : at.shard.size].double().cpu()

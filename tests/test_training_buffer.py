@@ -237,7 +237,7 @@ def test_a_rank_that_cannot_read_stops_all_with_its_reason(tmp_path):
     """A rollout that exceeds --seq-length lies in the second rank's share."""
     made = steps(1)
     long = make_rollouts(1, 2, vocab=30, head=8, prompt=20)
-    buffer = fill(tmp_path / "buffer", [made[0][:6] + [replace(r, group_id=9) for r in long]])
+    buffer = fill(tmp_path / "buffer", [made[0][:4], made[0][4:6] + [replace(r, group_id=9) for r in long]])
     with pytest.raises(RankError) as caught:
         from_buffer("", buffer, 2, tmp_path / "metrics.jsonl")
     assert "the trainer takes at most 16 (--seq-length)" in str(caught.value)
