@@ -59,8 +59,8 @@ def hooked_training_loop(metrics_path: str | os.PathLike[str] | None = None) -> 
     A step whose global batch (data-parallel and context-parallel ranks, all micro-batches) has no trainable token is
     skipped: parameters, optimizer state and learning-rate schedule stay bit-identical, and Megatron counts it under
     "skipped iterations". Megatron alone would run the optimizer on zero gradients, and momentum and weight decay would
-    move the weights. (An MoE router's expert bias is no parameter: Megatron updates it before the optimizer's turn.) This
-    needs ``--calculate-per-token-loss``, with which Megatron counts tokens in the first place.
+    move the weights. (An MoE router's expert bias is no parameter: Megatron updates it before the optimizer's turn.)
+    This needs ``--calculate-per-token-loss``, with which Megatron counts tokens in the first place.
 
     Where rollouts come from a buffer (see ``feed``), a step first takes its share of them, on all ranks or on none; the
     place in the buffer is saved with Megatron's checkpoints and taken up again; and when the buffer has ended, training
