@@ -73,6 +73,8 @@ def start_demo(folder: Path, *arguments: str, **environment: str) -> subprocess.
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # A job in the background ignores SIGINT, and so would the demo that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
