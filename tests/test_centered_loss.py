@@ -1116,3 +1116,28 @@ def test_vocab_shards_of_a_padded_vocabulary():
     assert not any(s.is_whole for s in shards)
     assert VocabShard(0, 12, 9).is_whole
     assert Uniform() == Uniform()
+
+
+@pytest.mark.parametrize("reuse_logits", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_columns_of_minus_infinity_have_no_probability(dtype, reuse_logits):
+    """Some columns of one row, all columns outside the head of another: no NaN, and the entropy of what is left."""
+    problem = make_problem("head", rows=3)
+    raw = problem.logits.to(dtype).double()
+    ids = problem.sampler.ids.long()
+    outside = torch.ones_like(raw, dtype=torch.bool).scatter_(1, ids.clamp(min=0), False)
+    outside[torch.arange(3), problem.sampled_ids] = False
+    raw[0, outside[0].nonzero()[:2]] = -torch.inf
+    only_head = torch.zeros(raw.shape[1], dtype=torch.bool)
+    only_head[ids[1][ids[1] >= 0]] = True
+    raw[1, ~only_head] = -torch.inf
+    sampled = problem.sampled_ids.clone()
+    sampled[1] = ids[1, 0]
+    leaf = raw.to(dtype).requires_grad_()
+    out = centered_loss(leaf * 1.0, sampled, problem.advantages, problem.sampler, None, reuse_logits=reuse_logits)
+    out.loss.sum().backward()
+    p = raw.softmax(dim=1)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(out.metrics["entropy"].double(), torch.special.entr(p).sum(1), rtol=tolerance, atol=1e-6)
+    assert leaf.grad.isfinite().all()
+    assert (leaf.grad[raw == -torch.inf].abs() < 1e-37).all()  # exponents may end at -87

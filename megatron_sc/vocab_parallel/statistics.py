@@ -61,12 +61,20 @@ def local_statistics(x: Tensor, shifted: Tensor, softmax: Tensor, with_dot: bool
         return none.expand(x.shape[0], 3), x.new_zeros(x.shape[0])
     maximum = x.amax(dim=1).clamp(min=NOTHING)
     torch.sub(x, maximum.unsqueeze(1), out=shifted)
-    shifted.clamp_(min=LOWEST_EXPONENT)  # -inf would make 0 * -inf
+    present = maximum > NOTHING
+    on_cpu = x.device.type == "cpu"
+    # -inf makes 0 * -inf in the dot, and a softmax of nothing where all are: both are rare, and on the CPU looking for
+    # them in the results is cheaper than a pass that prevents them.
+    if not on_cpu or not present.all():
+        shifted.clamp_(min=LOWEST_EXPONENT)
     torch.softmax(shifted, dim=1, out=softmax)
     scale = softmax.amax(dim=1).reciprocal()  # there exp(x - maximum) is 1
     total = softmax.sum(dim=1) * scale  # softmax's own sum is plain; this one keeps float32's digits
-    dot = shifted.mul_(softmax).sum(dim=1) * scale if with_dot else torch.zeros_like(maximum)
-    present = maximum > NOTHING
+    dot = torch.zeros_like(maximum)
+    if with_dot:
+        dot = shifted.mul_(softmax).sum(dim=1) * scale
+        if on_cpu and dot.isnan().any():
+            dot = shifted.nan_to_num_(nan=0.0).sum(dim=1) * scale
     values = torch.stack([maximum, torch.where(present, total, 0.0), torch.where(present, dot, 0.0)], dim=1)
     return values, scale
 
