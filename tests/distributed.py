@@ -20,6 +20,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import secrets
 import shutil
 import signal
 import socket
@@ -139,11 +140,12 @@ def rank_environment(rank: int, world_size: int, port: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that nothing listens on, below those that the system gives to outgoing connections meanwhile."""
+    while True:
+        port = secrets.randbelow(10_000) + 20_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
 
 
 def _wait_for_processes(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:

@@ -14,8 +14,8 @@ from ..objective.distributions import Draws, FullVocabulary, SamplerDistribution
 from .centering import NoCentering, Row, centering_for
 from .shard import VocabShard
 
-CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Elements of the workspace in the compute dtype: 16 MiB on the CPU, 256 MiB on a GPU."""
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+"""Elements of the workspace in the compute dtype: 8 MiB on the CPU, 256 MiB on a GPU."""
 
 BLOCK_ENTRIES = 1 << 20
 """Recorded tokens that are processed at once: bounds what is allocated per recorded token."""
