@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_sc.rollouts import (
+    Cursor,
     ExpertRoutes,
     HeadPolicy,
     Manifest,
@@ -211,6 +212,48 @@ def test_what_the_embedded_sampler_records_is_a_valid_buffer(weights, tmp_path):
     for line, reference in zip(again, recorded, strict=False):
         for key in ("loss", "grad_norm", "reward", "drift_l1"):
             assert line[key] == pytest.approx(reference[key], rel=EXACT, abs=EXACT), (key, line["step"])
+
+
+def test_the_flags_reach_the_reader(tmp_path):
+    """Each changes which rollouts a step takes: the mean rewards are those of a reader with the same settings."""
+    made = [[replace(r, weight_version=r.weight_version + (r.group_id != 1)) for r in step] for step in steps(4)]
+    made[2][0] = replace(made[2][0], prompt_ids=np.resize(made[2][0].prompt_ids, 20))
+    buffer = fill(tmp_path / "buffer", [made[1], made[2], made[0], made[3]])
+    settings: dict[str, Any] = {"shuffle_window": 5, "seed": 3, "max_staleness": 0, "policy": "drop"}
+    flags = (
+        "--rollout-shuffle-window 5 --rollout-seed 3 --max-staleness 0 --rollout-policy drop --train-iters 2 --lr 0 "
+        "--advantage none --prompts-per-step 2 --global-batch-size 4"
+    )
+
+    def rewards(**changes: Any) -> list[float]:
+        trainer = changes.pop("trainer", Trainer(max_tokens=16))
+        with RolloutReader(buffer, trainer=trainer, **settings | changes) as reader:
+            taken = [[r.reward for g in reader.take(2, step) for r in g.rollouts()] for step in range(2)]
+        return [float(np.mean(step)) for step in taken]
+
+    expected = rewards()
+    for change in ({"shuffle_window": 1}, {"seed": 4}, {"max_staleness": None}, {"trainer": Trainer()}):
+        assert rewards(**change) != expected, change
+    lines = from_buffer(flags, buffer, 1, tmp_path / "metrics.jsonl")
+    assert [line["reward"] for line in lines] == pytest.approx(expected, rel=1e-5)
+
+
+def saved_cursor(flags: str, metrics: str) -> str | None:
+    """The place in the buffer among the arguments that this rank saved."""
+    from megatron.training import get_args
+
+    train_fixed(flags, metrics, embedded=True)
+    cursor: str | None = get_args().rollout_cursor
+    return cursor
+
+
+def test_ranks_that_do_not_read_save_the_same_place(buffer, tmp_path):
+    flags = f"{CENTERED} {STEP} --rollout-path {buffer} --tensor-model-parallel-size 2 --save {tmp_path}/ckpt"
+    flags += " --save-interval 9"
+    cursors = run_ranks(saved_cursor, 2, flags, str(tmp_path / "metrics.jsonl"), megatron=True, timeout=120)
+    assert cursors[0] is not None
+    assert Cursor.from_json(cursors[0]).used == 12
+    assert cursors[1] == cursors[0]
 
 
 def test_what_is_left_out_is_counted(tmp_path):

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from . import Subcommands
+from .job_file import add_job_arguments, require_before_file
 
 
 def add(subcommands: Subcommands) -> None:
@@ -19,11 +20,8 @@ def add(subcommands: Subcommands) -> None:
     )
     show.add_argument("--origins", action="store_true", help="say where each flag was written")
     show.add_argument("--unchecked", action="store_true", help="do not run Megatron's checks: for a part of a job")
-    show.add_argument("file", metavar="FILE", help="YAML file, see docs/configs.md")
-    show.add_argument(
-        "flags", nargs=argparse.REMAINDER, metavar="flag", help="as on the script's command line; --sc-config FILE too"
-    )
-    show.set_defaults(run=run, own_flags=frozenset(show._option_string_actions))
+    add_job_arguments(show)
+    show.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,11 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..training.config_files import flag_parser, read_command_line
 
     try:
-        for flag in arguments.flags:
-            if flag in arguments.own_flags:
-                raise ConfigurationError(
-                    f"{flag} is a flag of megatron-sc config show, not of the script: put it before FILE"
-                )
+        require_before_file(arguments, "config show")
         configuration, argv, rest = read_command_line([arguments.file], arguments.flags)
         if not arguments.unchecked:
             validated_arguments([*argv, *rest], configuration.cluster.world_size, configuration)

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from . import Subcommands
+from .job_file import add_job_arguments, require_before_file
 
 if TYPE_CHECKING:
     from ..planning import Plan
@@ -31,11 +32,8 @@ def add(subcommands: Subcommands) -> None:
         "--reserve-gib", type=float, default=6.0, help=f"kept free for what is not counted: {NOT_COUNTED} (default 6)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
-    parser.add_argument("file", metavar="FILE", help="YAML file, see docs/configs.md")
-    parser.add_argument(
-        "flags", nargs=argparse.REMAINDER, metavar="flag", help="as on the script's command line; --sc-config FILE too"
-    )
-    parser.set_defaults(run=run, own_flags=frozenset(parser._option_string_actions))
+    add_job_arguments(parser)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,9 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, field.name) is not None
     }
     try:
-        for flag in arguments.flags:
-            if flag.partition("=")[0] in arguments.own_flags:
-                raise ConfigurationError(f"{flag} is a flag of megatron-sc plan, not of the script: put it before FILE")
+        require_before_file(arguments, "plan")
         for name, value in given.items():
             if value <= 0:
                 raise ConfigurationError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")

@@ -8,14 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-from ..objective import (
-    ClippedSurrogate,
-    ImportanceSampling,
-    ImportanceWeight,
-    MaskedImportanceSampling,
-    TruncatedImportanceSampling,
-    Uniform,
-)
+from ..objective import ImportanceWeight, weight_of
 
 SECTION = "score_centering"
 
@@ -89,17 +82,7 @@ class FrameworkObjective:
 
     def weight(self) -> ImportanceWeight:
         """f, with its bounds."""
-        match self.importance_weight:
-            case "none":
-                return Uniform()
-            case "is":
-                return ImportanceSampling()
-            case "tis":
-                return TruncatedImportanceSampling(self.tis_cap)
-            case "mis":
-                return MaskedImportanceSampling(self.mis_low, self.mis_high)
-            case "ppo":
-                return ClippedSurrogate(self.ppo_clip_low, self.ppo_clip_high, self.ppo_dual_clip)
+        return weight_of(self)
 
     def vocab_size(self, args: argparse.Namespace) -> int:
         """The true vocabulary size.

@@ -4,16 +4,19 @@ from .advantages import compute_advantages
 from .distributions import Draws, FullVocabulary, SamplerDistribution, Support, TopKHead
 from .weights import (
     IMPORTANCE_WEIGHTS,
+    WEIGHT_SETTINGS,
     ClippedSurrogate,
     ImportanceSampling,
     ImportanceWeight,
     MaskedImportanceSampling,
     TruncatedImportanceSampling,
     Uniform,
+    weight_of,
 )
 
 __all__ = [
     "IMPORTANCE_WEIGHTS",
+    "WEIGHT_SETTINGS",
     "ClippedSurrogate",
     "Draws",
     "FullVocabulary",
@@ -26,4 +29,5 @@ __all__ = [
     "TruncatedImportanceSampling",
     "Uniform",
     "compute_advantages",
+    "weight_of",
 ]

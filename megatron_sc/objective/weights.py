@@ -4,14 +4,14 @@ A scheme is a frozen object with two methods. ``token_weight`` gives w_y = f(p_y
 ``weighted_mass`` gives q f(p/q), the mass that centering subtracts, in a closed form that never exponentiates an
 unbounded ratio. Both are of the same f by construction, so the weight that is centered is the weight that is applied.
 
-To add a scheme: write one class here and name it in ``IMPORTANCE_WEIGHTS``.
+To add a scheme: write one class here and name it in ``IMPORTANCE_WEIGHTS``, its bounds in ``WEIGHT_SETTINGS``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -170,6 +170,28 @@ IMPORTANCE_WEIGHTS: dict[str, type[ImportanceWeight]] = {
     cls.name: cls
     for cls in (Uniform, ImportanceSampling, TruncatedImportanceSampling, MaskedImportanceSampling, ClippedSurrogate)
 }
+
+
+WEIGHT_SETTINGS: dict[str, dict[str, str]] = {
+    "tis": {"tis_cap": "cap"},
+    "mis": {"mis_low": "low", "mis_high": "high"},
+    "ppo": {"ppo_clip_low": "low", "ppo_clip_high": "high", "ppo_dual_clip": "dual"},
+}
+"""The settings that a scheme alone reads, and the fields of its class that they set."""
+
+
+def weight_of(settings: Any) -> ImportanceWeight:
+    """f, with its bounds, from a configuration.
+
+    Args:
+        settings: has ``importance_weight``, a name of ``IMPORTANCE_WEIGHTS``, and the settings of ``WEIGHT_SETTINGS``.
+
+    Raises:
+        ValueError: for a bound out of range.
+    """
+    name = settings.importance_weight
+    bounds = {bound: getattr(settings, setting) for setting, bound in WEIGHT_SETTINGS.get(name, {}).items()}
+    return IMPORTANCE_WEIGHTS[name](**bounds)
 
 
 def _log(x: float) -> float:

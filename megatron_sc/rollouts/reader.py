@@ -235,6 +235,10 @@ class RolloutReader:
             BufferRefusedError: for data that must not be trained on, with policy "refuse".
             TimeoutError: see ``timeout_seconds``.
         """
+        while (there := self.poll(groups, step)) == "waiting":
+            time.sleep(self._poll)
+        if there == "ended":
+            raise EndOfBufferError(groups, self.left(groups, step))
         chosen, cursor = self._plan(groups, step)
         cursor = replace(cursor, ledger=self._ledger_check(cursor))
         mine = self._share(chosen, self._ranks)[self._rank]
@@ -265,7 +269,7 @@ class RolloutReader:
 
     def left(self, groups: int, step: int) -> int:
         """How many of a step's groups are there: at most ``groups``."""
-        return len(self._plan(groups, step, wait=False)[0])
+        return len(self._plan(groups, step)[0])
 
     def _availability(self, groups: int, step: int) -> Availability:
         if self.left(groups, step) == groups:
@@ -284,8 +288,8 @@ class RolloutReader:
     ) -> None:
         self.close()
 
-    def _plan(self, groups: int, step: int, wait: bool = True) -> tuple[list[GroupRef], Cursor]:
-        """The groups of a step and the cursor after it. Without ``wait``, as many as are there."""
+    def _plan(self, groups: int, step: int) -> tuple[list[GroupRef], Cursor]:
+        """The groups of a step, as many as are there, and the cursor after them."""
         if groups < 1:
             raise ValueError(f"a step needs at least one group, got {groups}")
         chosen: list[GroupRef] = []
@@ -294,10 +298,8 @@ class RolloutReader:
         while len(chosen) < groups:
             if cursor.taken == cursor.window_size:
                 start = cursor.window_start + cursor.window_size
-                size = self._wait_for_window(start) if wait else self._window_size(start)
+                size = self._window_size(start)
                 if not size:
-                    if wait:
-                        raise EndOfBufferError(groups, len(chosen))
                     break
                 cursor = replace(cursor, window_start=start, window_size=size, taken=0)
                 order = window_order(cursor.seed, start, size)
@@ -322,22 +324,6 @@ class RolloutReader:
         there = max(self._groups() - start, 0)
         waiting = self._follow and not self._ledger.closed
         return 0 if waiting and there < self._window else min(there, self._window)
-
-    def _wait_for_window(self, start: int) -> int:
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout
-        seen = len(self._ledger.shards)
-        while True:
-            size = self._window_size(start)
-            if size or not self._follow or self._ledger.closed:
-                return size
-            self._ledger.refresh()
-            if len(self._ledger.shards) > seen or self._ledger.closed:
-                seen = len(self._ledger.shards)
-                deadline = None if self._timeout is None else time.monotonic() + self._timeout
-                continue
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"{self._storage.url}: nothing was committed for {self._timeout} s")
-            time.sleep(self._poll)
 
     def _shard(self, number: int) -> Shard:
         shard = self._shards.get(number)
@@ -387,7 +373,7 @@ class RolloutReader:
 
     def _look_ahead(self, groups: int, step: int) -> None:
         """Prefetch this rank's share of the next step, as far as it can be known now."""
-        refs, _ = self._plan(groups, step + 1, wait=False)
+        refs, _ = self._plan(groups, step + 1)
         if len(refs) == groups:
             refs = list(self._share(refs, self._ranks)[self._rank])
         self._prefetcher.want([self._place(ref.index)[:2] for ref in refs])

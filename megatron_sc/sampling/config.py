@@ -142,6 +142,11 @@ class SamplerConfig:
         except ValueError as error:
             raise ValueError(f"--sampler-precision: {error}") from None
 
+    @property
+    def truncates(self) -> bool:
+        """Whether the sampler cuts its distribution, so that it records its whole support."""
+        return self.sampler_top_p < 1 or self.sampler_top_k > 0
+
     def build_task(self) -> Task:
         """The task that ``task`` and ``task_size`` describe."""
         return build_task(self.task, self.task_size or None)

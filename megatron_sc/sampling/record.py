@@ -15,7 +15,6 @@ def sampler_manifest(config: SamplerConfig, true_vocab_size: int) -> Manifest:
         config: the sampler's settings.
         true_vocab_size: the model's vocabulary without padding.
     """
-    truncates = config.sampler_top_p < 1 or config.sampler_top_k > 0
     spec = config.build_precision()
     names = {name: getattr(spec, name) for name in ("weights", "activations", "keys", "values")}
     numerics = {name: "" if quantizer is None else quantizer.name for name, quantizer in names.items()}
@@ -32,5 +31,5 @@ def sampler_manifest(config: SamplerConfig, true_vocab_size: int) -> Manifest:
             top_p=config.sampler_top_p,
             top_k=config.sampler_top_k,
         ),
-        heads=HeadPolicy.lossless(true_vocab_size if truncates else max(config.head_size, 1)),
+        heads=HeadPolicy.lossless(true_vocab_size if config.truncates else max(config.head_size, 1)),
     )

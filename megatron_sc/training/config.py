@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..objective import (
-    ClippedSurrogate,
-    ImportanceSampling,
-    ImportanceWeight,
-    MaskedImportanceSampling,
-    TruncatedImportanceSampling,
-    Uniform,
-)
+from ..objective import WEIGHT_SETTINGS, ImportanceWeight, weight_of
 from ..objective.advantages import Baseline
 
 LossCorrection = Literal["none", "score_centering"]
@@ -41,14 +34,6 @@ class _SelectObjective(argparse.Action):
 
 def _field(default: Any, text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": text, **metadata})
-
-
-_BOUNDS = {
-    "tis": ("tis_cap",),
-    "mis": ("mis_low", "mis_high"),
-    "ppo": ("ppo_clip_low", "ppo_clip_high", "ppo_dual_clip"),
-}
-"""Fields that only one importance weight has."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +95,7 @@ class ObjectiveConfig:
             self.weight()
         except ValueError as error:
             raise ValueError(f"--importance-weight {self.importance_weight}: {error}") from None
-        for weight, names in _BOUNDS.items():
+        for weight, names in WEIGHT_SETTINGS.items():
             for name in names if weight != self.importance_weight else ():
                 if getattr(self, name) != getattr(type(self), name):
                     flag = "--" + name.replace("_", "-")
@@ -138,14 +123,4 @@ class ObjectiveConfig:
 
     def weight(self) -> ImportanceWeight:
         """f, with its bounds."""
-        match self.importance_weight:
-            case "none":
-                return Uniform()
-            case "is":
-                return ImportanceSampling()
-            case "tis":
-                return TruncatedImportanceSampling(self.tis_cap)
-            case "mis":
-                return MaskedImportanceSampling(self.mis_low, self.mis_high)
-            case "ppo":
-                return ClippedSurrogate(self.ppo_clip_low, self.ppo_clip_high, self.ppo_dual_clip)
+        return weight_of(self)

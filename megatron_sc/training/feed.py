@@ -43,10 +43,10 @@ class StepSource(Protocol):
 
     def why_ended(self, step: int) -> str:
         """Why ``poll(step)`` says "ended"."""
-        ...
+        return "the rollouts are used up"
 
 
-class BufferSource:
+class BufferSource(StepSource):
     """A rollout buffer as a source of steps.
 
     Args:
@@ -88,7 +88,7 @@ class BufferSource:
         return found
 
 
-class AlwaysReady:
+class AlwaysReady(StepSource):
     """A ``RolloutSource`` that never waits, as a ``StepSource``."""
 
     def __init__(self, source: RolloutSource):
@@ -97,10 +97,6 @@ class AlwaysReady:
     def poll(self, step: int) -> Availability:
         """See ``StepSource``."""
         return "ready"
-
-    def why_ended(self, step: int) -> str:
-        """See ``StepSource``; it never ends."""
-        raise NotImplementedError
 
     def rollouts(self, step: int) -> Sequence[Rollout]:
         """See ``RolloutSource``."""
@@ -292,9 +288,9 @@ class RolloutFeed:
             )
         lengths = [len(rollout) for rollout in rollouts]
         fixed = self._layout.batch
-        width = fixed.width if fixed.distribution not in ("head", "support") else sys.maxsize  # it follows the heads
+        widest = fixed if fixed.distribution not in ("head", "support") else replace(fixed, width=sys.maxsize)
         for rollout in rollouts:  # all of them now, when all ranks can still stop together
-            check_rollout(rollout, replace(fixed, width=width))
+            check_rollout(rollout, widest)
         if self._layout.budget is None:
             self._packed = pack_in_order(len(rollouts), fixed.micro_batch_size, fixed.seq_length)
         else:

@@ -192,8 +192,7 @@ class ScoreCentering:
                 raise ValueError(f"{flag} needs recorded rollouts: --rollout-path")
         if self.sampler.sampler != "demonstrations" and self.sampler.head_size > self.true_vocab_size:
             raise ValueError(f"--head-size {self.sampler.head_size} exceeds --true-vocab-size {self.true_vocab_size}")
-        truncates = self.sampler.sampler_top_p < 1 or self.sampler.sampler_top_k > 0
-        if truncates and self.distribution == "head":
+        if self.sampler.truncates and self.distribution == "head":
             raise ValueError("--sampler-top-p and --sampler-top-k truncate: use --sampler-distribution support")
 
     def datasets_provider(

@@ -57,7 +57,7 @@ class Sampling:
     @property
     def truncates(self) -> bool:
         """Whether a head must be the sampler's whole support."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.fingerprint().truncates
 
     def check(self, request: Request) -> float:
         """Refuse log-probabilities that are not those of the sampler.
