@@ -308,6 +308,7 @@ REFUSED = [
         r"importance_weight must be one of none, is, tis, mis, ppo",
     ),
     ({"score_centering": {"importance_weight": "tis", "tis_cap": -1}}, {}, r"importance_weight tis: .*cap must be pos"),
+    ({"score_centering": {"tis_cap": 3.0}}, {}, r"score_centering\.tis_cap is of importance_weight tis, not none"),
     ({"vocab_size": None}, {}, r"score_centering.true_vocab_size is needed: the arguments have no vocab_size"),
     ({"use_tis": True}, {}, r"--use-tis does not go with this custom loss: .*set score_centering.importance_weight"),
     ({"use_kl_loss": True, "kl_loss_coef": 0.1}, {}, r"--use-kl-loss does not go with this custom loss"),

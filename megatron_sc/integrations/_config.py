@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-from ..objective import ImportanceWeight, weight_of
+from ..objective import ImportanceWeight, unread_setting, weight_of
 
 SECTION = "score_centering"
 
@@ -72,6 +72,10 @@ class FrameworkObjective:
             objective.weight()
         except ValueError as error:
             raise ValueError(f"{SECTION}.importance_weight {objective.importance_weight}: {error}") from None
+        if (unread := unread_setting(objective)) is not None:
+            raise ValueError(
+                f"{SECTION}.{unread[0]} is of importance_weight {unread[1]}, not {objective.importance_weight}"
+            )
         objective._require_compatible(args)
         return objective
 

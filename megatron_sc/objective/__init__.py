@@ -4,19 +4,18 @@ from .advantages import compute_advantages
 from .distributions import Draws, FullVocabulary, SamplerDistribution, Support, TopKHead
 from .weights import (
     IMPORTANCE_WEIGHTS,
-    WEIGHT_SETTINGS,
     ClippedSurrogate,
     ImportanceSampling,
     ImportanceWeight,
     MaskedImportanceSampling,
     TruncatedImportanceSampling,
     Uniform,
+    unread_setting,
     weight_of,
 )
 
 __all__ = [
     "IMPORTANCE_WEIGHTS",
-    "WEIGHT_SETTINGS",
     "ClippedSurrogate",
     "Draws",
     "FullVocabulary",
@@ -29,5 +28,6 @@ __all__ = [
     "TruncatedImportanceSampling",
     "Uniform",
     "compute_advantages",
+    "unread_setting",
     "weight_of",
 ]

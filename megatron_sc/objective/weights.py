@@ -194,6 +194,19 @@ def weight_of(settings: Any) -> ImportanceWeight:
     return IMPORTANCE_WEIGHTS[name](**bounds)
 
 
+def unread_setting(settings: Any) -> tuple[str, str] | None:
+    """A bound that was set but belongs to a scheme that was not chosen, and that scheme; None: there is none.
+
+    Args:
+        settings: as for ``weight_of``; a class with defaults for them.
+    """
+    for weight, bounds in WEIGHT_SETTINGS.items():
+        for name in bounds if weight != settings.importance_weight else ():
+            if getattr(settings, name) != getattr(type(settings), name):
+                return name, weight
+    return None
+
+
 def _log(x: float) -> float:
     return math.log(x) if x > 0 else -math.inf
 

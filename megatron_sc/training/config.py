@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..objective import WEIGHT_SETTINGS, ImportanceWeight, weight_of
+from ..objective import ImportanceWeight, unread_setting, weight_of
 from ..objective.advantages import Baseline
 
 LossCorrection = Literal["none", "score_centering"]
@@ -95,11 +95,9 @@ class ObjectiveConfig:
             self.weight()
         except ValueError as error:
             raise ValueError(f"--importance-weight {self.importance_weight}: {error}") from None
-        for weight, names in WEIGHT_SETTINGS.items():
-            for name in names if weight != self.importance_weight else ():
-                if getattr(self, name) != getattr(type(self), name):
-                    flag = "--" + name.replace("_", "-")
-                    raise ValueError(f"{flag} is of --importance-weight {weight}, not {self.importance_weight}")
+        if (unread := unread_setting(self)) is not None:
+            flag = "--" + unread[0].replace("_", "-")
+            raise ValueError(f"{flag} is of --importance-weight {unread[1]}, not {self.importance_weight}")
         for flag, value in (("--sampler-kl-coef", self.sampler_kl_coef), ("--entropy-coef", self.entropy_coef)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{flag} must be >= 0 and finite, got {value}")
