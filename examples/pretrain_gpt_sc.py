@@ -10,7 +10,7 @@ import sys
 
 from megatron_sc.training import cpu
 
-cpu.install()  # does nothing where there is a GPU; must precede the import of megatron.training
+cpu.install()  # before the import of megatron.training; with a GPU it only skips the build of a helper for datasets
 
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
